@@ -1,0 +1,1 @@
+"""Pre-training of a Llama-style decoder with AdaHOP: `python -m train.lm`."""
