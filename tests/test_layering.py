@@ -1,0 +1,138 @@
+"""Who may import whom, and what may not stand in the source at all."""
+
+import ast
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_LINES = 400
+
+# From the bottom up: a module imports from its own row and from those above it in this list, which
+# are below it in the library. The reference takes plain arrays, so it sees neither plans nor MXArray.
+LAYERS = (
+    {"_formats"},
+    {"reference"},
+    {"_plan", "_plan_json", "_strategy", "_patterns", "_random"},
+    {"_dispatch"},
+    {"_mxarray"},
+    {"_product"},
+    {"_dense"},
+    {"nn"},
+    {"_calibrate", "_explain"},
+    {"__init__"},
+    {"train"},
+)
+RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
+
+
+def _files(*folders: str) -> list[Path]:
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
+def _everywhere() -> list[Path]:
+    folders = (path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != ".")
+    return _files(*(set(folders) - {"build", "runs"}))
+
+
+def _name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(), filename=str(file))
+
+
+def _imports(file: Path) -> Iterator[str]:
+    """Yields the dotted name of everything `file` imports, inside functions too."""
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{_name(file)}:{node.lineno}: relative import; write it in full"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _module(dotted: str) -> str | None:
+    """Returns the entry of LAYERS that an imported name belongs to, None for foreign ones."""
+    package, _, rest = dotted.partition(".")
+    if package == "train":
+        return "train"
+    if package != "adahop_jax":
+        return None
+    part = rest.partition(".")[0]
+    folder = ROOT / "adahop_jax"
+    return part if (folder / f"{part}.py").exists() or (folder / part).is_dir() else "__init__"
+
+
+def _own_module(file: Path) -> str:
+    package, *parts = file.relative_to(ROOT).with_suffix("").parts
+    return "train" if package == "train" else parts[0]
+
+
+SOURCES = _files("adahop_jax", "train")
+by_file = pytest.mark.parametrize("file", SOURCES, ids=_name)
+
+
+@by_file
+def test_imports_point_down(file: Path) -> None:
+    own = _own_module(file)
+    assert own in RANK, f"{_name(file)} stands in no row of LAYERS; put it where it belongs"
+    upward = [
+        name
+        for name in _imports(file)
+        if (module := _module(name)) is not None and RANK[module] > RANK[own]
+    ]
+    assert not upward, f"{_name(file)} imports from a layer that is built on it: {upward}"
+
+
+@by_file
+def test_source_avoids_private_jax_and_blanket_handlers(file: Path) -> None:
+    assert "jax._src" not in file.read_text()
+    for node in ast.walk(_tree(file)):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            assert "Exception" not in caught.replace("(", " ").replace(",", " ").split(), (
+                f"{_name(file)}:{node.lineno} catches {caught}; name what can happen"
+            )
+            assert caught != "everything", f"{_name(file)}:{node.lineno}: bare except"
+
+
+@by_file
+def test_file_is_short_enough_to_read(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= MAX_LINES
+
+
+def test_jax_triton_is_imported_by_its_kernels_only() -> None:
+    importers = {
+        _name(file)
+        for file in _everywhere()
+        for name in _imports(file)
+        if name.partition(".")[0] == "jax_triton"
+    }
+    assert {name for name in importers if not name.startswith("triton_kernels/")} == set()
+
+
+def test_import_needs_no_triton_and_leaves_the_environment_alone() -> None:
+    script = (
+        "import json, os, sys; before = dict(os.environ); import adahop_jax;"
+        "loaded = sorted({'triton', 'jax_triton'} & set(sys.modules));"
+        "changed = sorted(k for k in before.keys() | os.environ if before.get(k) != os.environ.get(k));"
+        "print(json.dumps([loaded, changed]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(done.stdout) == [[], []]
+
+
+def test_wheel_lists_every_package_of_the_library() -> None:
+    folders = {file.parent for file in _files("adahop_jax")}
+    found = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert set(setuptools["packages"]) == found
