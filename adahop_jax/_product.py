@@ -1,0 +1,176 @@
+"""One product of a layer, computed as its plan says.
+
+Both operands are rotated (if at all) and quantized along the dim that the product contracts; their
+product is accumulated in float32, the transform is undone by a power of two, the rows or columns
+of extracted outliers are overwritten by a side product in `dtype`, and the result is rounded once.
+"""
+
+import functools
+from types import ModuleType
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from adahop_jax._dispatch import resolve
+from adahop_jax._plan import CONTRACT, OPERANDS, OutlierSpec, Product, ProductPlan, Tensor
+from adahop_jax._random import seed_of
+from adahop_jax.reference.operations import rotate
+
+SIGNS = "signs"
+Seeds = dict[str, jax.Array]
+"""uint32[2] for every operand of a product that is rounded stochastically, and for its signs."""
+
+
+class Outliers(NamedTuple):
+    """Extracted rows or columns.
+
+    Attributes:
+      index: int32 (k,), which.
+      values: those rows or columns, of the layer's dtype.
+    """
+
+    index: jax.Array
+    values: jax.Array
+
+
+class Saved(NamedTuple):
+    """X as the backward pass keeps it for wgrad: quantized along tokens, outliers beside.
+
+    Attributes:
+      codes, scales: uint8, X rotated and quantized.
+      outliers: the columns of X that wgrad extracts; None if it extracts none of X.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    outliers: Outliers | None
+
+
+def product_seeds(name: Product, plan: ProductPlan, key: jax.Array | None) -> Seeds:
+    """The seeds that a product draws from `key`; none if it draws no random bits."""
+    if key is None or not plan.is_random:
+        return {}
+    key = jax.random.fold_in(key, list(OPERANDS).index(name))
+    seeds: Seeds = {}
+    for i, (tensor, spec) in enumerate(zip(OPERANDS[name], plan.specs, strict=True)):
+        if spec.rounding == "stochastic":
+            seeds[tensor] = seed_of(jax.random.fold_in(key, i))
+    if plan.specs[0].signs == "random":
+        seeds[SIGNS] = seed_of(jax.random.fold_in(key, len(OPERANDS[name])))
+    return seeds
+
+
+def save(x: jax.Array, *, plan: ProductPlan, seeds: Seeds, backend: str | None) -> Saved:
+    """What wgrad needs of X.
+
+    Args:
+      x: (tokens, in) in the layer's dtype.
+      plan: of wgrad, not full.
+      seeds: of wgrad.
+      backend: a backend's name, or None.
+    """
+    ops = resolve(backend)[1]
+    codes, scales = ops.quantize(x, axis=0, spec=plan.specs[0], **_seeds_of("x", seeds))
+    if plan.outliers is None or plan.outliers.tensor != "x":
+        return Saved(codes, scales, None)
+    index = _largest(x, axis=1, outliers=plan.outliers, ops=ops)
+    return Saved(codes, scales, Outliers(index, jnp.take(x, index, axis=1)))
+
+
+def product(
+    name: Product,
+    lhs: jax.Array | Saved,
+    rhs: jax.Array,
+    *,
+    plan: ProductPlan,
+    seeds: Seeds,
+    out_dtype: jnp.dtype,
+    precision: lax.PrecisionLike,
+    backend: str | None,
+) -> jax.Array:
+    """A quantized product.
+
+    Args:
+      name: "fwd", "dgrad" or "wgrad".
+      lhs: 2-D operand as stored (`OPERANDS`, `CONTRACT`), in the layer's dtype; `Saved` in wgrad.
+      rhs: 2-D operand as stored, in the layer's dtype.
+      plan: of this product, not full.
+      seeds: from `product_seeds`.
+      out_dtype: of the result.
+      precision: of the side product.
+      backend: a backend's name, or None.
+
+    Returns:
+      The 2-D product of `out_dtype`.
+    """
+    ops = resolve(backend)[1]
+    lhs_spec, rhs_spec = plan.specs
+    lhs_axis, rhs_axis = CONTRACT[name]
+    lhs_name, rhs_name = OPERANDS[name]
+    if isinstance(lhs, Saved):
+        left = ops.load(lhs.codes, lhs.scales, axis=lhs_axis, fmt=lhs_spec.mx)
+    else:
+        left = ops.operand(lhs, axis=lhs_axis, spec=lhs_spec, **_seeds_of(lhs_name, seeds))
+    right = ops.operand(rhs, axis=rhs_axis, spec=rhs_spec, **_seeds_of(rhs_name, seeds))
+
+    rows = columns = None
+    if plan.outliers is not None:
+        side = functools.partial(_dot, name, precision)
+        if plan.outliers.tensor == lhs_name:
+            index, taken = _take(lhs, 1 - lhs_axis, plan.outliers, ops)
+            rows = index, side(taken, rhs)
+        else:
+            index, taken = _take(rhs, 1 - rhs_axis, plan.outliers, ops)
+            if isinstance(lhs, Saved):
+                # No X in `dtype` is kept: the columns of dY are rotated as X was, and meet its codes.
+                x = ops.dequantize(lhs.codes, lhs.scales, axis=lhs_axis, fmt=lhs_spec.mx)
+                sign_seed = seeds.get(SIGNS)
+                turned = rotate(taken, axis=rhs_axis, spec=rhs_spec, sign_seed=sign_seed)
+                values = side(x.astype(rhs.dtype), turned.astype(rhs.dtype)) * _undo(plan)
+            else:
+                values = side(lhs, taken)
+            columns = index, values
+    return ops.matmul(
+        left,
+        right,
+        contract=CONTRACT[name],
+        scale=_undo(plan),
+        dtype=out_dtype,
+        rows=rows,
+        columns=columns,
+    )
+
+
+def _take(tensor: jax.Array | Saved, axis: int, outliers: OutlierSpec, ops: ModuleType) -> Outliers:
+    """The k largest rows (`axis` 0) or columns (1) of a tensor; of `Saved`, those that it kept."""
+    if not isinstance(tensor, Saved):
+        index = _largest(tensor, axis=axis, outliers=outliers, ops=ops)
+        return Outliers(index, jnp.take(tensor, index, axis=axis))
+    if tensor.outliers is None:
+        raise ValueError("wgrad: X's outliers are asked for and were not saved")
+    return tensor.outliers
+
+
+def _largest(x: jax.Array, *, axis: int, outliers: OutlierSpec, ops: ModuleType) -> jax.Array:
+    """Indices along `axis` of the k largest rows or columns, int32, ties to the lower index."""
+    k = outliers.count(x.shape[axis])
+    return lax.top_k(ops.squared_norms(x, axis=1 - axis), k)[1]
+
+
+def _dot(name: Product, precision: lax.PrecisionLike, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The side product: operands in `dtype`, accumulated in float32."""
+    a, b = CONTRACT[name]
+    dims = (((a,), (b,)), ((), ()))
+    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _undo(plan: ProductPlan) -> float:
+    """The factor that takes transform and pre-scales out of the product."""
+    lhs, rhs = plan.specs
+    return 1 / (max(lhs.hadamard, 1) * lhs.pre_scale * rhs.pre_scale)
+
+
+def _seeds_of(tensor: Tensor, seeds: Seeds) -> dict[str, jax.Array | None]:
+    return {"seed": seeds.get(tensor), "sign_seed": seeds.get(SIGNS)}

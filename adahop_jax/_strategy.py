@@ -1,0 +1,89 @@
+"""The method's heart: the patterns of a product's two operands decide how it is computed.
+
+The table is in the orientation of the method's authors, who speak of W as (out, in) and of
+X W^T, dY W and dY^T X; it is not symmetric under transposition. Left and right mean operands in
+that orientation and stay inside this module: a plan names the tensor. Source: arXiv:2604.02525,
+table of strategies, and the configuration that its authors published.
+"""
+
+from typing import Literal
+
+from adahop_jax._plan import (
+    PRODUCTS,
+    LayerPlan,
+    Pattern,
+    Patterns,
+    Product,
+    ProductPlan,
+    Tensor,
+)
+
+Cell = Literal["iht", "oe_left", "oe_right", "full"]
+Level = Literal[1, 2]
+LEVELS: tuple[Level, ...] = (1, 2)
+
+R, C, N = Pattern.ROW, Pattern.COLUMN, Pattern.NONE
+
+TABLE: dict[tuple[Pattern, Pattern], Cell] = {
+    (R, R): "iht",
+    (R, N): "oe_left",
+    (R, C): "oe_right",
+    (C, R): "iht",
+    (C, N): "iht",
+    (C, C): "full",
+    (N, R): "iht",
+    (N, N): "iht",
+    (N, C): "oe_right",
+}
+"""(left pattern, right pattern) -> strategy at level 2."""
+
+LEVEL_1: dict[tuple[Pattern, Pattern], Cell] = TABLE | {(C, C): "oe_right"}
+"""Level 1 differs in one cell: nothing is left wholly in `dtype`."""
+
+AUTHORS_OPERANDS: dict[Product, tuple[Tensor, Tensor]] = {
+    "fwd": ("x", "w"),
+    "dgrad": ("dy", "w"),
+    "wgrad": ("dy", "x"),
+}
+
+
+def key(product: Product, patterns: Patterns) -> tuple[Pattern, Pattern]:
+    """The table's key: the patterns of the left and right operand in the authors' orientation."""
+    match product:
+        case "fwd":
+            return patterns.x, patterns.w.transposed
+        case "dgrad":
+            return patterns.dy, patterns.w
+        case "wgrad":
+            return patterns.dy.transposed, patterns.x
+
+
+def product_plan(product: Product, patterns: Patterns, *, level: Level) -> ProductPlan:
+    """The plan of one product of a layer whose tensors show `patterns`."""
+    cell = (LEVEL_1 if level == 1 else TABLE)[key(product, patterns)]
+    left, right = AUTHORS_OPERANDS[product]
+    match cell:
+        case "full":
+            return ProductPlan.full()
+        case "iht":
+            return ProductPlan.iht()
+        case "oe_left":
+            return ProductPlan.iht(outliers=left)
+        case "oe_right":
+            return ProductPlan.iht(outliers=right)
+
+
+def layer_plan(
+    patterns: Patterns, *, level: Level, in_features: int, out_features: int
+) -> LayerPlan:
+    """The plan of a layer whose tensors show `patterns`.
+
+    Raises:
+      ValueError: level is neither 1 nor 2.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level {level!r} is unknown; choose 1 or 2")
+    products = {name: product_plan(name, patterns, level=level) for name in PRODUCTS}
+    return LayerPlan(
+        **products, patterns=patterns, in_features=in_features, out_features=out_features
+    )

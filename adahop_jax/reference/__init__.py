@@ -1,0 +1,1 @@
+"""The specification in plain JAX: slow, short, and the truth that every kernel is held against."""

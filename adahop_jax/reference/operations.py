@@ -1,0 +1,139 @@
+"""The operations that every backend offers, on plain 2-D arrays; here in plain JAX.
+
+A backend is a module with these six functions. What `operand` and `load` return is the backend's
+own: whatever its `matmul` takes. Here it is the dequantized values in bfloat16, which holds every
+element times every scale exactly.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from adahop_jax._formats import MXFormat, OperandSpec
+from adahop_jax.reference.hadamard import hadamard, pad, random_signs
+from adahop_jax.reference.philox import uniform
+from adahop_jax.reference.quantize import decode, encode, pack, unpack
+
+
+def rotate(
+    x: jax.Array, *, axis: int, spec: OperandSpec, sign_seed: jax.Array | None = None
+) -> jax.Array:
+    """What `spec` does before rounding: pre-scale, signs, transform, padding to whole blocks.
+
+    Args:
+      x: (rows, columns) float32, bfloat16 or float16.
+      axis: 0 or 1, the axis that the product contracts.
+      spec: how the operand is quantized.
+      sign_seed: uint32[2], needed where `spec.signs` is "random".
+
+    Returns:
+      `x` padded where the spec neither scales nor rotates, else float32; times `hadamard`^(1/2) if
+      rotated, since the transform is unnormalized.
+    """
+    if spec.pre_scale != 1.0:
+        x = x.astype(jnp.float32) * jnp.float32(spec.pre_scale)
+    x = pad(x, axis=axis, multiple=spec.padded_length(1))
+    if spec.hadamard:
+        if spec.signs == "random":
+            signs = random_signs(spec.hadamard, sign_seed)
+            signs = jnp.tile(signs, x.shape[axis] // spec.hadamard)
+            x = x.astype(jnp.float32) * (signs[:, None] if axis == 0 else signs[None, :])
+        x = hadamard(x, axis=axis, size=spec.hadamard)
+    return x
+
+
+def quantize(
+    x: jax.Array,
+    *,
+    axis: int,
+    spec: OperandSpec,
+    seed: jax.Array | None = None,
+    sign_seed: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """For storage: packed codes and scale bytes.
+
+    Args:
+      x: (rows, columns) float32, bfloat16 or float16.
+      axis: 0 or 1, along which the blocks run.
+      spec: how the operand is quantized.
+      seed: uint32[2], needed where `spec.rounding` is "stochastic".
+      sign_seed: uint32[2], needed where `spec.signs` is "random".
+
+    Returns:
+      codes: uint8, packed along `axis`; scales: uint8, one a block along `axis`.
+    """
+    codes, scales = _encode(x, axis, spec, seed, sign_seed)
+    return pack(codes, axis=axis, fmt=spec.mx), scales
+
+
+def dequantize(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat) -> jax.Array:
+    """Packed codes and scale bytes -> float32 values of the padded shape, exactly."""
+    return decode(unpack(codes, axis=axis, fmt=fmt), scales, axis=axis, fmt=fmt)
+
+
+def operand(
+    x: jax.Array,
+    *,
+    axis: int,
+    spec: OperandSpec,
+    seed: jax.Array | None = None,
+    sign_seed: jax.Array | None = None,
+) -> jax.Array:
+    """`quantize`'s result as this backend's `matmul` takes it."""
+    codes, scales = _encode(x, axis, spec, seed, sign_seed)
+    return decode(codes, scales, axis=axis, fmt=spec.mx).astype(jnp.bfloat16)
+
+
+def load(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat) -> jax.Array:
+    """Stored codes and scales as this backend's `matmul` takes them."""
+    return dequantize(codes, scales, axis=axis, fmt=fmt).astype(jnp.bfloat16)
+
+
+def matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    contract: tuple[int, int],
+    scale: float,
+    dtype: jnp.dtype,
+    rows: tuple[jax.Array, jax.Array] | None = None,
+    columns: tuple[jax.Array, jax.Array] | None = None,
+) -> jax.Array:
+    """The product of two operands, `scale` times, accumulated in float32 and rounded once.
+
+    Args:
+      lhs: operand whose axis `contract[0]` is contracted; its other axis becomes the rows.
+      rhs: operand whose axis `contract[1]` is contracted; its other axis becomes the columns.
+      contract: the contracted axes.
+      scale: a factor that undoes transform and pre-scales.
+      dtype: of the result.
+      rows: (int32 indices (k,), float32 values (k, columns)) that replace rows of the result.
+      columns: (int32 indices (k,), float32 values (rows, k)) that replace columns of the result.
+
+    Returns:
+      (rows, columns) of `dtype`.
+    """
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    y = lax.dot_general(lhs, rhs, dims, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    if rows is not None:
+        y = y.at[rows[0], :].set(rows[1])
+    if columns is not None:
+        y = y.at[:, columns[0]].set(columns[1])
+    return y.astype(dtype)
+
+
+def squared_norms(x: jax.Array, *, axis: int) -> jax.Array:
+    """Sums of squares over `axis` of a 2-D array, in float32."""
+    return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axis)
+
+
+def _encode(
+    x: jax.Array,
+    axis: int,
+    spec: OperandSpec,
+    seed: jax.Array | None,
+    sign_seed: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    x = rotate(x, axis=axis, spec=spec, sign_seed=sign_seed)
+    noise = uniform(x.shape, seed) if spec.rounding == "stochastic" else None
+    return encode(x, axis=axis, fmt=spec.mx, scale_rule=spec.scale_rule, noise=noise)
