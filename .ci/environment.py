@@ -47,7 +47,7 @@ def install(layer: str, device: str) -> None:
     for stamp in VENV.glob("*-[cg]pu"):
         stamp.unlink()
     print(f"{VENV.name}: installing the packages of `{layer}` for {device}", flush=True)
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     pip += ["--constraint", ROOT / "constraints.txt"]
     _run(*pip, *requirements(layer, device))
     _run(*pip, "--no-deps", TEXT, "--editable", ROOT)

@@ -1,6 +1,8 @@
 """Writes constraints.txt: the newest versions that pyproject.toml allows, transitively.
 
-  python3.12 .ci/lock.py        (on Linux, x86-64; in an environment of its own, so .venv stays as it is)
+python3.12 .ci/lock.py
+
+Run it on Linux, x86-64. It resolves in an environment of its own; .venv stays as it is.
 """
 
 import json

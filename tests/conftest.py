@@ -27,7 +27,7 @@ def _sees_gpu() -> bool:
 
 @pytest.fixture(autouse=True)
 def dtype_promotion(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Strict promotion, which optax.adam (float ** int32) and Flax's norms in bfloat16 do not survive."""
+    """Strict, which optax.adam (float ** int32) and Flax's norms in bfloat16 do not survive."""
     marked = request.node.get_closest_marker("standard_promotion")
     with jax.numpy_dtype_promotion("standard" if marked else "strict"):
         yield
