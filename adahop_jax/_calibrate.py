@@ -57,7 +57,7 @@ def layers(fn: Callable[..., Any], *args: Any) -> tuple[LayerInfo, ...]:
     """
     found: dict[str, LayerInfo] = {}
 
-    def record(next_fn, args, kwargs, context):
+    def record(next_fn: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module = context.module
         if isinstance(module, Dense) and context.method_name == "__call__":
             path = "/".join(module.path)
@@ -88,7 +88,7 @@ def observe(
       PlanError: `loss_fn` calls no `adahop_jax.Dense`.
     """
 
-    def observed(variables: Mapping[str, Any], *args: Any):
+    def observed(variables: Mapping[str, Any], *args: Any) -> tuple[jax.Array, Any, Statistics]:
         found = layers(loss_fn, variables, *args)
         if not found:
             raise PlanError(
@@ -102,7 +102,7 @@ def observe(
             stacked = kernel.shape[:-2]
             probes[layer.path] = zero_probe(layer.in_features, layer.out_features, stacked)
 
-        def loss(params, probes):
+        def loss(params: Mapping[str, Any], probes: Statistics) -> jax.Array:
             for path, probe in probes.items():
                 params = _inserted(params, (*path.split("/"), PROBE), probe)
             return loss_fn({**variables, "params": params}, *args)

@@ -13,13 +13,14 @@ it is kept. A product whose plan is full is the one that `nn.Dense` and its grad
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from adahop_jax._plan import PRODUCTS, LayerPlan, Product
-from adahop_jax._product import Seeds, product, product_seeds, save
+from adahop_jax._product import Saved, Seeds, product, product_seeds, save
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -58,25 +59,41 @@ def layer_seeds(plan: LayerPlan, key: jax.Array | None) -> dict[Product, Seeds]:
     return {name: product_seeds(name, plan[name], key) for name in PRODUCTS}
 
 
-def _forward(x, w, seeds, plan, dtype, dot, precision, backend):
-    common = {"out_dtype": dtype, "precision": precision, "backend": backend}
+def _forward(
+    x: jax.Array,
+    w: jax.Array,
+    seeds: dict[Product, Seeds],
+    plan: LayerPlan,
+    dtype: jnp.dtype,
+    dot: Dot,
+    precision: lax.PrecisionLike,
+    backend: str | None,
+) -> tuple[jax.Array, Any]:
+    common: Any = {"out_dtype": dtype, "precision": precision, "backend": backend}
     x_cast, w_cast = x.astype(dtype), w.astype(dtype)
     if plan.fwd.is_full:
         y = dot(x_cast, w_cast)
     else:
         y = product("fwd", _flat(x_cast), w_cast, plan=plan.fwd, seeds=seeds["fwd"], **common)
         y = y.reshape(*x.shape[:-1], w.shape[1])
-    if plan.wgrad.is_full:
-        kept = x
-    else:
+    kept: jax.Array | Saved = x
+    if not plan.wgrad.is_full:
         kept = save(_flat(x_cast), plan=plan.wgrad, seeds=seeds["wgrad"], backend=backend)
     # An empty array carries x's dtype, which its packed view does not know.
     return y, (kept, w, seeds, jnp.zeros((0,), x.dtype))
 
 
-def _backward(plan, dtype, dot, precision, backend, residuals, dy):
+def _backward(
+    plan: LayerPlan,
+    dtype: jnp.dtype,
+    dot: Dot,
+    precision: lax.PrecisionLike,
+    backend: str | None,
+    residuals: Any,
+    dy: jax.Array,
+) -> tuple[jax.Array, jax.Array, None]:
     kept, w, seeds, like_x = residuals
-    common = {"precision": precision, "backend": backend}
+    common: Any = {"precision": precision, "backend": backend}
     w_cast = w.astype(dtype)
     x_shape = (*dy.shape[:-1], w.shape[0])
     if plan.dgrad.is_full:
@@ -127,11 +144,11 @@ def add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
     return y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 
-def _add_bias_forward(y, bias):
+def _add_bias_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
     return add_bias(y, bias), jnp.zeros((0,), bias.dtype)
 
 
-def _add_bias_backward(like_bias, dy):
+def _add_bias_backward(like_bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
     return dy, jnp.sum(_flat(dy).astype(jnp.float32), axis=0).astype(like_bias.dtype)
 
 

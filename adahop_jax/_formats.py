@@ -6,7 +6,7 @@ marks a block that held a NaN or an infinity. Source: OCP Microscaling Formats (
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import Literal, get_args
 
 ScaleRule = Literal["even", "floor", "ceil"]
@@ -154,7 +154,7 @@ class OperandSpec:
         return -(-length // whole) * whole
 
 
-def _one_of(field: str, value: object, allowed: Iterable[str]) -> None:
+def _one_of(field: str, value: object, allowed: Collection[object]) -> None:
     if value not in allowed:
         names = ", ".join(repr(name) for name in allowed)
         raise ValueError(f"{field} {value!r} is unknown; choose one of {names}")

@@ -54,7 +54,9 @@ class MXArray:
         flat, axis = two_d(self.codes, self.axis)
         return restore(unpack(flat, axis=axis, fmt=self.format), self.codes.shape, self.axis)
 
-    def dequantize(self, dtype: jnp.dtype | type = jnp.float32, *, backend: str | None = None):
+    def dequantize(
+        self, dtype: jnp.dtype | type = jnp.float32, *, backend: str | None = None
+    ) -> jax.Array:
         """The values that the codes and scales stand for, in `shape`.
 
         Args:
@@ -121,9 +123,11 @@ def quantize(
     if scale_rule is None:
         scale_rule = "ceil" if rounding == "stochastic" else "even"
     spec = OperandSpec(format=format.name, scale_rule=scale_rule, rounding=rounding)
-    if rounding == "stochastic" and key is None:
-        raise ValueError("quantize: rounding='stochastic' needs a random key; pass key=")
-    seed = seed_of(key) if rounding == "stochastic" else None
+    seed = None
+    if rounding == "stochastic":
+        if key is None:
+            raise ValueError("quantize: rounding='stochastic' needs a random key; pass key=")
+        seed = seed_of(key)
     flat, flat_axis = two_d(x, axis)
     codes, scales = resolve(backend)[1].quantize(flat, axis=flat_axis, spec=spec, seed=seed)
     return MXArray(

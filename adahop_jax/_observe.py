@@ -6,7 +6,7 @@ callbacks, no state, and under `jit` a reduction over all shards like any other.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +40,14 @@ def observed_dot(
     """dot(x, w), with the statistics of x and of the result's cotangent as `probe`'s cotangent."""
 
     @jax.custom_vjp
-    def observed(x, w, probe):
+    def observed(x: jax.Array, w: jax.Array, probe: LayerStatistics) -> jax.Array:
         return dot(x, w)
 
-    def forward(x, w, probe):
+    def forward(x: jax.Array, w: jax.Array, probe: LayerStatistics) -> tuple[jax.Array, Any]:
         y, pullback = jax.vjp(dot, x, w)
         return y, (pullback, x)
 
-    def backward(residuals, dy):
+    def backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
         pullback, x = residuals
         seen = LayerStatistics(matrix_statistics(x), matrix_statistics(dy), jnp.float32(1))
         return *pullback(dy), seen

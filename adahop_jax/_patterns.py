@@ -30,7 +30,7 @@ _ROUNDING = 1e-12
 class Moments(NamedTuple):
     """Count, mean and sums of the second to fourth powers of deviations, in float32."""
 
-    count: jax.Array
+    n: jax.Array
     mean: jax.Array
     m2: jax.Array
     m3: jax.Array
@@ -43,14 +43,14 @@ class MatrixStatistics(NamedTuple):
     Attributes:
       exponent: scalar, binary exponent of the largest magnitude: statistics of a matrix and of 2^n
         times it differ in this alone.
-      count: scalar, rows seen.
+      n: scalar, rows seen.
       mean: (width,) mean of every column.
       m2: (width,) squared deviations of every column, summed.
       rows: `Moments` over the rows of their unbiased variances.
     """
 
     exponent: jax.Array
-    count: jax.Array
+    n: jax.Array
     mean: jax.Array
     m2: jax.Array
     rows: Moments
@@ -75,7 +75,7 @@ def matrix_statistics(x: jax.Array) -> MatrixStatistics:
     variances = jnp.sum(jnp.square(centred), axis=1) / max(width - 1, 1)
     return MatrixStatistics(
         exponent=exponent.astype(jnp.float32),
-        count=jnp.float32(rows),
+        n=jnp.float32(rows),
         mean=mean,
         m2=jnp.sum(jnp.square(x - mean[None, :]), axis=0),
         rows=_moments(variances),
@@ -86,13 +86,13 @@ def merge(a: MatrixStatistics, b: MatrixStatistics) -> MatrixStatistics:
     """Statistics of two matrices of one width, one above the other."""
     exponent = jnp.maximum(a.exponent, b.exponent)
     a, b = _at_exponent(a, exponent), _at_exponent(b, exponent)
-    n = jnp.maximum(a.count + b.count, 1)
+    n = jnp.maximum(a.n + b.n, 1)
     delta = b.mean - a.mean
     return MatrixStatistics(
         exponent=exponent,
-        count=a.count + b.count,
-        mean=a.mean + delta * (b.count / n),
-        m2=a.m2 + b.m2 + jnp.square(delta) * (a.count * b.count / n),
+        n=a.n + b.n,
+        mean=a.mean + delta * (b.n / n),
+        m2=a.m2 + b.m2 + jnp.square(delta) * (a.n * b.n / n),
         rows=_merge_moments(a.rows, b.rows),
     )
 
@@ -111,9 +111,9 @@ def pattern_code(
       kurtosis_threshold: least kurtosis of the variances in the winning direction; at 0 the gate
         is open.
     """
-    columns = _moments(statistics.m2 / jnp.maximum(statistics.count - 1, 1))
+    columns = _moments(statistics.m2 / jnp.maximum(statistics.n - 1, 1))
     row_cv = _scatter(statistics.rows, jnp.float32(statistics.mean.shape[0]))
-    column_cv = _scatter(columns, statistics.count)
+    column_cv = _scatter(columns, statistics.n)
     row = row_cv / (column_cv + _EPSILON) > threshold_ratio
     column = column_cv / (row_cv + _EPSILON) > threshold_ratio
     row_open = _kurtosis(statistics.rows) >= kurtosis_threshold
@@ -161,26 +161,25 @@ def _classify(x: jax.Array, threshold_ratio: float, kurtosis_threshold: float) -
 
 
 def _moments(values: jax.Array) -> Moments:
-    n = max(values.shape[0], 1)
-    mean = jnp.sum(values) / n
+    n = values.shape[0]
+    mean = jnp.sum(values) / max(n, 1)
     d = values - mean
-    count = jnp.float32(values.shape[0])
-    return Moments(count, mean, jnp.sum(d**2), jnp.sum(d**3), jnp.sum(d**4))
+    return Moments(jnp.float32(n), mean, jnp.sum(d**2), jnp.sum(d**3), jnp.sum(d**4))
 
 
 def _merge_moments(a: Moments, b: Moments) -> Moments:
     """Pébay's pairwise update (SAND2008-6212)."""
-    n = jnp.maximum(a.count + b.count, 1)
+    n = jnp.maximum(a.n + b.n, 1)
     d = b.mean - a.mean
-    pa, pb = a.count / n, b.count / n
+    pa, pb = a.n / n, b.n / n
     return Moments(
-        count=a.count + b.count,
+        n=a.n + b.n,
         mean=a.mean + d * pb,
-        m2=a.m2 + b.m2 + d**2 * pa * b.count,
-        m3=a.m3 + b.m3 + d**3 * pa * b.count * (pa - pb) + 3 * d * (pa * b.m2 - pb * a.m2),
+        m2=a.m2 + b.m2 + d**2 * pa * b.n,
+        m3=a.m3 + b.m3 + d**3 * pa * b.n * (pa - pb) + 3 * d * (pa * b.m2 - pb * a.m2),
         m4=a.m4
         + b.m4
-        + d**4 * pa * b.count * (pa**2 - pa * pb + pb**2)
+        + d**4 * pa * b.n * (pa**2 - pa * pb + pb**2)
         + 6 * d**2 * (pa**2 * b.m2 + pb**2 * a.m2)
         + 4 * d * (pa * b.m3 - pb * a.m3),
     )
@@ -192,19 +191,19 @@ def _at_exponent(s: MatrixStatistics, exponent: jax.Array) -> MatrixStatistics:
     shift = jnp.maximum(s.exponent - exponent, -126)
     f = bits.power_of_two(shift.astype(jnp.int32))
     v = f**2
-    count, mean, m2, m3, m4 = s.rows
-    rows = Moments(count, mean * v, m2 * v**2, m3 * v**3, m4 * v**4)
-    return MatrixStatistics(exponent, s.count, s.mean * f, s.m2 * v, rows)
+    n, mean, m2, m3, m4 = s.rows
+    rows = Moments(n, mean * v, m2 * v**2, m3 * v**3, m4 * v**4)
+    return MatrixStatistics(exponent, s.n, s.mean * f, s.m2 * v, rows)
 
 
 def _scatter(variances: Moments, n: jax.Array) -> jax.Array:
     """Coefficient of variation of the variances of n values, in units of a Gaussian's."""
-    std = jnp.sqrt(variances.m2 / jnp.maximum(variances.count - 1, 1))
+    std = jnp.sqrt(variances.m2 / jnp.maximum(variances.n - 1, 1))
     cv = std / (variances.mean + _EPSILON) / jnp.sqrt(2 / jnp.maximum(n - 1, 1))
     return jnp.where(variances.mean > _ROUNDING, cv, 0.0)
 
 
 def _kurtosis(v: Moments) -> jax.Array:
     """Mean fourth power of the values standardized by their unbiased deviation."""
-    variance = v.m2 / jnp.maximum(v.count - 1, 1)
-    return jnp.where(v.m2 > 0, v.m4 / v.count / jnp.where(v.m2 > 0, variance, 1) ** 2, 0.0)
+    variance = v.m2 / jnp.maximum(v.n - 1, 1)
+    return jnp.where(v.m2 > 0, v.m4 / v.n / jnp.where(v.m2 > 0, variance, 1) ** 2, 0.0)

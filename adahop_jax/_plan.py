@@ -302,13 +302,31 @@ class Plan:
             return dataclasses.replace(plan, **{side: spec})
 
         def layer(plan: LayerPlan) -> LayerPlan:
-            return dataclasses.replace(plan, **{n: product(n, plan[n]) for n in PRODUCTS})
+            return dataclasses.replace(
+                plan,
+                fwd=product("fwd", plan.fwd),
+                dgrad=product("dgrad", plan.dgrad),
+                wgrad=product("wgrad", plan.wgrad),
+            )
 
         return dataclasses.replace(
             self,
             layers=tuple((path, layer(plan)) for path, plan in self.layers),
             default=None if self.default is None else layer(self.default),
         )
+
+    def to_json(self) -> str:
+        """The plan as JSON text: versioned, fields that hold their default left out."""
+        from adahop_jax import _plan_json
+
+        return _plan_json.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote; raises `PlanError` as `load` does."""
+        from adahop_jax import _plan_json
+
+        return _plan_json.from_json(text)
 
     def save(self, file: str | os.PathLike) -> None:
         """Writes the plan as JSON; see `Plan.load`."""
@@ -317,7 +335,7 @@ class Plan:
         _plan_json.save(self, file)
 
     @classmethod
-    def load(cls, file: str | os.PathLike) -> Self:
+    def load(cls, file: str | os.PathLike) -> "Plan":
         """Reads a plan that `save` wrote.
 
         Raises:

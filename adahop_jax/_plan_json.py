@@ -108,9 +108,9 @@ def _layer(node: Any, where: str) -> LayerPlan:
         fields[name] = _product(fields[name], f"{where}: {name}")
     if fields.get("patterns") is not None:
         fields["patterns"] = _patterns(fields["patterns"], f"{where}: patterns")
-    for name in ("in_features", "out_features"):
-        if not isinstance(fields.get(name, 0), int | None):
-            raise PlanError(f"{where}: {name} is {fields[name]!r}; wanted an integer")
+    for dim in ("in_features", "out_features"):
+        if not isinstance(fields.get(dim, 0), int | None):
+            raise PlanError(f"{where}: {dim} is {fields[dim]!r}; wanted an integer")
     return _build(LayerPlan, fields, where)
 
 

@@ -27,11 +27,11 @@ class Outliers(NamedTuple):
     """Extracted rows or columns.
 
     Attributes:
-      index: int32 (k,), which.
+      indices: int32 (k,), which.
       values: those rows or columns, of the layer's dtype.
     """
 
-    index: jax.Array
+    indices: jax.Array
     values: jax.Array
 
 
@@ -124,7 +124,7 @@ def product(
         else:
             index, taken = _take(rhs, 1 - rhs_axis, plan.outliers, ops)
             if isinstance(lhs, Saved):
-                # No X in `dtype` is kept: the columns of dY are rotated as X was, and meet its codes.
+                # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes.
                 x = ops.dequantize(lhs.codes, lhs.scales, axis=lhs_axis, fmt=lhs_spec.mx)
                 sign_seed = seeds.get(SIGNS)
                 turned = rotate(taken, axis=rhs_axis, spec=rhs_spec, sign_seed=sign_seed)

@@ -1,5 +1,7 @@
 """`Dense`: `flax.linen.Dense` with a plan."""
 
+from typing import Any
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -56,14 +58,16 @@ class Dense(nn.Dense):
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
-        x, w, b = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        promoted: Any = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        x, w, b = promoted
         plan = self._layer_plan(in_features)
 
-        probe = None
-        if self.has_variable("params", PROBE):
-            probe = self.get_variable("params", PROBE)
-        if probe is not None or plan.is_full or self.is_initializing():
-            y = self._dot(x, w) if probe is None else observed_dot(x, w, probe, self._dot)
+        observed = self.has_variable("params", PROBE)
+        if observed or plan.is_full or self.is_initializing():
+            if observed:
+                y = observed_dot(x, w, self.get_variable("params", PROBE), self._dot)
+            else:
+                y = self._dot(x, w)
             return y if b is None else y + jnp.reshape(b, (1,) * (y.ndim - 1) + (-1,))
 
         check_dtype(f"Dense {self._where}", x.dtype)
@@ -110,7 +114,7 @@ class Dense(nn.Dense):
         return plan
 
     @property
-    def _dot(self):
+    def _dot(self) -> "_Dot":
         dot_general = self.dot_general_cls() if self.dot_general_cls else self.dot_general
         return _Dot(dot_general or lax.dot_general, self.precision)
 
@@ -118,7 +122,7 @@ class Dense(nn.Dense):
 class _Dot:
     """`nn.Dense`'s product; equal by what it computes, so that tracing it again hits the cache."""
 
-    def __init__(self, dot_general, precision: lax.PrecisionLike):
+    def __init__(self, dot_general: Any, precision: lax.PrecisionLike) -> None:
         self._static = (dot_general, precision)
 
     def __call__(self, x: jax.Array, w: jax.Array) -> jax.Array:

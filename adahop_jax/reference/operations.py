@@ -35,6 +35,8 @@ def rotate(
     x = pad(x, axis=axis, multiple=spec.padded_length(1))
     if spec.hadamard:
         if spec.signs == "random":
+            if sign_seed is None:
+                raise ValueError("random signs need a sign_seed; pass a uint32[2]")
             signs = random_signs(spec.hadamard, sign_seed)
             signs = jnp.tile(signs, x.shape[axis] // spec.hadamard)
             x = x.astype(jnp.float32) * (signs[:, None] if axis == 0 else signs[None, :])
@@ -135,5 +137,9 @@ def _encode(
     sign_seed: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     x = rotate(x, axis=axis, spec=spec, sign_seed=sign_seed)
-    noise = uniform(x.shape, seed) if spec.rounding == "stochastic" else None
+    noise = None
+    if spec.rounding == "stochastic":
+        if seed is None:
+            raise ValueError("stochastic rounding needs a seed; pass a uint32[2]")
+        noise = uniform((x.shape[0], x.shape[1]), seed)
     return encode(x, axis=axis, fmt=spec.mx, scale_rule=spec.scale_rule, noise=noise)
