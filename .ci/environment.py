@@ -75,4 +75,7 @@ def _run(*command: str | Path) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 3 or sys.argv[1] not in EXTRAS or sys.argv[2] not in ("cpu", "gpu"):
         sys.exit(__doc__)
-    install(*sys.argv[1:])
+    try:
+        install(*sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("environment: interrupted; run make again to start afresh")
