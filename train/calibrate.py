@@ -1,0 +1,78 @@
+"""The plan of a run: uniform, from a file, or from the votes of its first, calibrating steps.
+
+Calibration is part of training. For the first N steps every product runs in BF16 and each step
+labels the patterns of X, W and dY of every layer; the parameters train on. The majority of the
+labels decides the plan, and the run continues with it from the very next step.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+import adahop_jax as ah
+from train.configs import RunConfig
+from train.model import Llama, next_token_loss
+
+PyTree = Any
+Labels = Mapping[str, NDArray[np.int32]]
+
+
+def find_layers(model: Llama, config: RunConfig) -> tuple[ah.LayerInfo, ...]:
+    """Returns the planned layers of `model` and their sizes for one micro-batch.
+
+    Raises:
+      ah.PlanError: the model's plan lacks a layer, or was made for other dims.
+    """
+    tokens = jax.ShapeDtypeStruct(
+        (config.batch // config.accumulate, config.seq_len + 1), jnp.int32
+    )
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    variables = jax.eval_shape(model.init, key, jnp.zeros((1, 1), jnp.int32))
+    return ah.layers(next_token_loss(model), variables, (tokens, key))
+
+
+def uniform_plan(config: RunConfig) -> ah.Plan | None:
+    """Returns the plan of a recipe that needs no calibration; None for adahop."""
+    if config.quant == "adahop":
+        return None
+    return rounded(ah.Plan.uniform("full" if config.quant == "bf16" else config.quant), config)
+
+
+def load_plan(path: Path, model: Llama, config: RunConfig) -> ah.Plan:
+    """Loads the plan of an earlier calibration and holds it against the model.
+
+    Raises:
+      ah.PlanError: unreadable, of another version, or of another model.
+    """
+    plan = ah.Plan.load(path)
+    try:
+        layers = find_layers(model.clone(plan=plan), config)
+        plan.check(layer.path for layer in layers)
+    except ah.PlanError as error:
+        raise ah.PlanError(f"{path}: {error}") from error
+    return rounded(plan, config)
+
+
+def decide(votes: Sequence[Labels], layers: Sequence[ah.LayerInfo], config: RunConfig) -> ah.Plan:
+    """Returns the plan of the majority of the calibrating steps' labels."""
+    return rounded(ah.plan_from_labels(votes, layers=layers, level=config.level), config)
+
+
+def rounded(plan: ah.Plan, config: RunConfig) -> ah.Plan:
+    """Returns `plan` with the run's rounding of dY, where that is not the plan's own."""
+    return plan.with_stochastic_dy() if config.dy_rounding == "stochastic" else plan
+
+
+def votes_to_json(votes: Sequence[Labels]) -> list[dict[str, list[int]]]:
+    """Returns votes as plain lists, for a checkpoint taken amid calibration."""
+    return [{path: np.asarray(codes).tolist() for path, codes in vote.items()} for vote in votes]
+
+
+def votes_from_json(votes: Sequence[Mapping[str, Sequence[int]]]) -> list[Labels]:
+    """Reads `votes_to_json`'s lists back."""
+    return [{path: np.array(codes, np.int32) for path, codes in vote.items()} for vote in votes]

@@ -1,0 +1,184 @@
+"""The run folder and its checkpoints: enough to continue a run to the same bits.
+
+    config.json    the resolved configuration
+    plan.json      the plan in force, once there is one; a checkpoint holds its digest
+    metrics.jsonl  a line per step and per evaluation
+    checkpoints/   parameters, optimizer state and step (Orbax), and the votes amid calibration
+    loss.png, plan.png
+
+The order of the data is a function of (seed, step), so the step is the data's whole state. A
+fingerprint of the tokens is kept beside it, since other text under the same name would go unseen.
+"""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+import adahop_jax as ah
+from train.calibrate import Labels, votes_from_json, votes_to_json
+from train.configs import RunConfig, UserError
+from train.data import Corpus
+
+PyTree = Any
+
+_KEPT = 2
+_FINGERPRINT_TOKENS = 1 << 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """What a checkpoint holds. `plan` is None amid calibration, then `votes` continue it."""
+
+    step: int
+    state: PyTree
+    plan: ah.Plan | None
+    votes: list[Labels]
+
+
+class RunFolder:
+    """One run's folder. Nothing is created or changed before `create` or `save`."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._manager: ocp.CheckpointManager | None = None
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.json"
+
+    @property
+    def plan_file(self) -> Path:
+        """The plan in force."""
+        return self.path / "plan.json"
+
+    @property
+    def metrics_file(self) -> Path:
+        """A line per step and per evaluation."""
+        return self.path / "metrics.jsonl"
+
+    def refuse_used(self) -> None:
+        """Raises a UserError unless a new run can start here."""
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"run folder {self.path} is a file; name a folder with --run-dir")
+        if self.path.is_dir() and any(self.path.iterdir()):
+            raise UserError(
+                f"run folder {self.path} is not empty, and a new run would overwrite it; add "
+                "--resume to continue that run, or name another folder with --run-dir"
+            )
+
+    def create(self, config: RunConfig) -> None:
+        """Makes the folder of a new run and writes its configuration."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.config_file.write_text(config.to_json())
+        except OSError as error:
+            raise UserError(
+                f"run folder {self.path} can't be written ({error.strerror}); name another "
+                "with --run-dir"
+            ) from error
+
+    def read_config(self) -> RunConfig:
+        """Returns the configuration of the run that is here."""
+        try:
+            text = self.config_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"run folder {self.path} holds no run to resume ({self.config_file.name} can't be "
+                "read); check --run-dir, or leave out --resume to start one"
+            ) from error
+        return RunConfig.from_json(text, where=str(self.config_file))
+
+    def save(
+        self, state: PyTree, *, step: int, plan: ah.Plan | None, votes: list[Labels], data: str
+    ) -> None:
+        """Saves the state after `step` steps, once; `data` is the corpus's fingerprint."""
+        manager = self._open()
+        if manager.latest_step() == step:
+            return
+        if plan is not None:
+            plan.save(self.plan_file)
+        run = {
+            "data": data,
+            "plan": None if plan is None else _digest(self.plan_file),
+            "votes": votes_to_json(votes),
+        }
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
+        )
+        manager.save(step, args=arguments)
+
+    def restore(self, state: PyTree, *, data: str) -> Restored:
+        """Restores the last checkpoint.
+
+        Args:
+          state: a state of the same shapes and dtypes, which only describes what to restore.
+          data: fingerprint of the corpus that the run is about to continue on.
+
+        Raises:
+          UserError: no checkpoint, a damaged one, or one of other data or another model.
+        """
+        manager = self._open()
+        step = manager.latest_step()
+        if step is None:
+            raise UserError(
+                f"run folder {self.path} holds no checkpoint, the run ended before its first; "
+                "start again in another --run-dir"
+            )
+        where = f"checkpoint {self.path / 'checkpoints' / str(step)}"
+        try:
+            run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            if run["data"] != data:
+                raise UserError(
+                    f"{where}: the run was on other text (fingerprint {run['data']}, now {data}); "
+                    "restore the text that the run started on"
+                )
+            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(state))
+            restored = manager.restore(step, args=arguments).state
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise UserError(
+                f"{where} can't be restored ({error}); it is damaged or of another model: remove "
+                "it to continue from the one before, or start again in another --run-dir"
+            ) from error
+        plan = None if run["plan"] is None else self._read_plan(run["plan"])
+        return Restored(step=step, state=restored, plan=plan, votes=votes_from_json(run["votes"]))
+
+    def close(self) -> None:
+        """Waits until what was saved is on disk."""
+        if self._manager is not None:
+            self._manager.close()
+
+    def _read_plan(self, digest: str) -> ah.Plan:
+        plan = ah.Plan.load(self.plan_file)
+        if _digest(self.plan_file) != digest:
+            raise UserError(
+                f"{self.plan_file} was changed since the run's last checkpoint; put the run's own "
+                "back, or start a new run with --plan"
+            )
+        return plan
+
+    def _open(self) -> ocp.CheckpointManager:
+        if self._manager is None:
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=_KEPT, enable_async_checkpointing=False
+            )
+            directory = (self.path / "checkpoints").resolve()
+            self._manager = ocp.CheckpointManager(directory, options=options)
+        return self._manager
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def fingerprint(corpus: Corpus) -> str:
+    """Returns a short digest of the corpus: its sizes, and both ends of its tokens."""
+    digest = hashlib.sha256()
+    for tokens in (corpus.train, corpus.heldout):
+        digest.update(str(len(tokens)).encode())
+        for part in (tokens[:_FINGERPRINT_TOKENS], tokens[-_FINGERPRINT_TOKENS:]):
+            digest.update(part.astype("<u4").tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,303 @@
+"""Trains a language model: `python -m train.lm --quant adahop`.
+
+Reads from top to bottom: `main` catches what the user can put right, `train` is the run and
+`make_step` the one step function, which calibrates or trains. Everything random is a function of
+(seed, step), the order of the data and the rounding of gradients alike, so that a resumed run gives
+the same bits.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import shlex
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from numpy.typing import NDArray
+
+import adahop_jax as ah
+from train import calibrate, data, report
+from train.checkpoint import RunFolder, fingerprint
+from train.configs import RunConfig, UserError
+from train.evaluate import Heldout, make_evaluate
+from train.log import RunLog
+from train.model import Llama, next_token_loss
+from train.optim import accumulate, make_optimizer, make_schedule
+from train.options import Options, contradictions, resolve
+
+PyTree = Any
+
+
+class TrainState(flax.struct.PyTreeNode):
+    """What a step changes: parameters (float32), optimizer state and the steps done."""
+
+    step: jax.Array
+    params: PyTree
+    opt_state: PyTree
+
+
+StepFn = Callable[[TrainState, NDArray[np.int32]], tuple[TrainState, PyTree, PyTree]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run ended with. `heldout` is None for a run that was interrupted."""
+
+    run_dir: Path
+    step: int
+    plan: ah.Plan | None
+    heldout: Heldout | None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; returns its exit code: 0, 2 for bad input, 130 if interrupted."""
+    options = tyro.cli(Options, args=argv, prog="python -m train.lm")
+    try:
+        result = train(options)
+    except (UserError, data.DataError, ah.PlanError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    if result.heldout is None:
+        print(f"interrupted; step {result.step} is saved. To continue:")
+        print(f"  {resume_command(options, result.run_dir)}")
+        return 130
+    return 0
+
+
+def train(options: Options) -> Result:
+    """Trains as `options` say, from the start or from a run folder's last checkpoint.
+
+    Raises:
+      UserError, data.DataError, ah.PlanError: bad input; nothing that was there is changed.
+    """
+    config, folder = open_run(options)
+    corpus = data.load_tokens(
+        config.data,
+        tokenizer=config.tokenizer,
+        vocab_size=config.vocab_size,
+        cache_dir=Path(options.cache_dir).expanduser(),
+    )
+    text_mark, unigram = fingerprint(corpus), data.unigram_entropy(corpus)
+    batches = heldout_batches(corpus, config)
+    next_batch(corpus, config, step=0)  # text too short for one sequence shows before training
+
+    full_model = Llama(config.model, corpus.vocab_size)
+    layers = calibrate.find_layers(full_model, config)
+    votes: list[calibrate.Labels] = []
+    if options.plan is not None:
+        plan = calibrate.load_plan(Path(options.plan), full_model, config)
+    else:
+        plan = calibrate.uniform_plan(config)
+
+    with catch_interrupts() as interrupted:
+        if options.resume:
+            blank = jax.eval_shape(lambda: init_state(full_model, config))
+            restored = folder.restore(blank, data=text_mark)
+            state, start, plan, votes = restored.state, restored.step, restored.plan, restored.votes
+        else:
+            state, start = init_state(full_model, config), 0
+            folder.create(config)
+        describe(config, corpus, state, unigram=unigram)
+
+        def enter_phase() -> tuple[StepFn, Callable[[PyTree], Heldout]]:
+            if plan is None:
+                model = full_model
+                print(f"calibrating: {config.calibration_steps} steps with nothing quantised")
+            else:
+                model = full_model.clone(plan=plan)
+                print(report.plan_tables(plan, layers))
+                report.draw_plan(plan, layers, folder.path / "plan.png")
+            step_fn = make_step(model, config, calibrating=plan is None)
+            return step_fn, make_evaluate(model, batches)
+
+        def save(step: int) -> None:
+            folder.save(state, step=step, plan=plan, votes=votes, data=text_mark)
+
+        step_fn, evaluate = enter_phase()
+        log = RunLog(
+            folder.metrics_file,
+            start=start,
+            total=config.steps,
+            tokens_per_step=config.batch * config.seq_len,
+            every=config.log_every,
+        )
+        done = start
+        with log:
+            while done < config.steps and not interrupted():
+                state, metrics, labels = step_fn(state, next_batch(corpus, config, step=done))
+                log.step(done, phase="calibrate" if plan is None else "train", metrics=metrics)
+                done += 1
+                if plan is None:
+                    votes.append(jax.device_get(labels))
+                    if done == config.calibration_steps:
+                        with log.paused():
+                            plan, votes = calibrate.decide(votes, layers, config), []
+                            step_fn, evaluate = enter_phase()
+                if done % config.eval_every == 0 and done < config.steps:
+                    with log.paused():
+                        log.heldout(done, evaluate(state.params), unigram=unigram)
+                if done % config.checkpoint_every == 0:
+                    with log.paused():
+                        save(done)
+            with log.paused():
+                save(done)
+            if done < config.steps:
+                return Result(run_dir=folder.path, step=done, plan=plan, heldout=None)
+            heldout = evaluate(state.params)
+            log.heldout(done, heldout, unigram=unigram)
+    report.draw_loss(folder.metrics_file, folder.path / "loss.png", unigram=unigram)
+    print(f"the run is in {folder.path}")
+    return Result(run_dir=folder.path, step=done, plan=plan, heldout=heldout)
+
+
+def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
+    """Returns the step: (state, tokens) -> (state, metrics, labels).
+
+    `tokens` are int32 of shape (batch, T + 1). Metrics are loss, gradient norm and learning rate.
+    Labels are the patterns that a calibrating step saw, {} otherwise. The state passed in is used
+    up. Compiles once.
+    """
+    loss_fn = next_token_loss(model)
+    optimizer = make_optimizer(config.optim, steps=config.steps)
+    schedule = make_schedule(config.optim, steps=config.steps)
+    observe = ah.observe(loss_fn)
+
+    def gradients(params: PyTree, micro: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        if calibrating:
+            return observe({"params": params}, micro)
+        loss, grads = jax.value_and_grad(lambda params: loss_fn({"params": params}, micro))(params)
+        return loss, grads, {}
+
+    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, PyTree, PyTree]:
+        key = jax.random.fold_in(_keys(config).rounding, state.step)
+        micros = (
+            tokens.reshape(config.accumulate, -1, tokens.shape[-1]),
+            jax.random.split(key, config.accumulate),
+        )
+        loss, grads, statistics = accumulate(gradients, ah.merge_statistics, state.params, micros)
+        labels = ah.label({"params": state.params}, statistics) if calibrating else {}
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {
+            "loss": loss,
+            "grad_norm": optax.global_norm(grads),
+            "lr": schedule(state.step),
+        }
+        return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics, labels
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def init_state(model: Llama, config: RunConfig) -> TrainState:
+    """Returns the state before the first step; the same seed gives the same parameters."""
+
+    def init() -> TrainState:
+        params = model.init(_keys(config).init, jnp.zeros((1, 1), jnp.int32))["params"]
+        opt_state = make_optimizer(config.optim, steps=config.steps).init(params)
+        return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
+
+    return jax.jit(init)()
+
+
+def next_batch(corpus: data.Corpus, config: RunConfig, *, step: int) -> NDArray[np.int32]:
+    """Returns the tokens of `step`, counted from 0: int32 of shape (batch, seq_len + 1)."""
+    return data.batch(
+        corpus.train, seed=config.seed, step=step, batch=config.batch, seq_len=config.seq_len
+    )
+
+
+def heldout_batches(corpus: data.Corpus, config: RunConfig) -> list[NDArray[np.int32]]:
+    """Returns the fixed batches of every evaluation, each the size of a micro-batch."""
+    return data.heldout_batches(
+        corpus.heldout,
+        batch=config.batch // config.accumulate,
+        seq_len=config.seq_len,
+        limit=config.heldout_batches,
+    )
+
+
+def open_run(options: Options) -> tuple[RunConfig, RunFolder]:
+    """Returns the run's configuration and folder; reads at most `config.json`, writes nothing."""
+    if not options.resume:
+        config = resolve(options, platform=jax.default_backend())
+        if options.run_dir is None:
+            return config, unused_folder(f"{config.preset}-{config.quant}-seed{config.seed}")
+        folder = RunFolder(Path(options.run_dir))
+        folder.refuse_used()
+        return config, folder
+    if options.run_dir is None:
+        raise UserError("run: --resume needs the --run-dir of the run to continue")
+    if options.plan is not None:
+        raise UserError("run: a resumed run keeps its own plan; leave out --plan")
+    folder = RunFolder(Path(options.run_dir))
+    config = folder.read_config()
+    if wrong := contradictions(options, config):
+        raise UserError(
+            f"run folder {folder.path} holds another run than asked for: {'; '.join(wrong)}; "
+            "leave these out to continue it, or start a new run in another --run-dir"
+        )
+    return config, folder
+
+
+def describe(config: RunConfig, corpus: data.Corpus, state: TrainState, *, unigram: float) -> None:
+    """Prints what is about to run."""
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    print(config.to_json(), end="")
+    print(f"data: {corpus.description}")
+    print(f"held-out unigram entropy: {unigram:.4f} nats per token")
+    print(f"model: {count:,} parameters, on {jax.devices()[0].device_kind}")
+
+
+def resume_command(options: Options, run_dir: Path) -> str:
+    """Returns the command line that continues a run."""
+    command = ["python", "-m", "train.lm", "--resume", "--run-dir", str(run_dir)]
+    if options.cache_dir != Options.cache_dir:
+        command += ["--cache-dir", options.cache_dir]
+    return shlex.join(command)
+
+
+@contextlib.contextmanager
+def catch_interrupts() -> Iterator[Callable[[], bool]]:
+    """Turns the first Ctrl-C or SIGTERM into an answer of True; a second Ctrl-C stops at once."""
+    caught = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal caught
+        if caught and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        caught = True
+        print("stopping after this step; Ctrl-C again stops without saving", file=sys.stderr)
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield lambda: caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Keys(NamedTuple):
+    init: jax.Array
+    rounding: jax.Array
+
+
+def _keys(config: RunConfig) -> _Keys:
+    return _Keys(*jax.random.split(jax.random.key(config.seed)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
