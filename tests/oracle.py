@@ -57,7 +57,8 @@ def grid(fmt) -> np.ndarray:
 
 def to_float32(x) -> np.ndarray:
     """`x` in float32; what lies below 2^-126 is zero and keeps its sign."""
-    x = np.asarray(x).astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a signalling NaN is as good as a quiet one
+        x = np.asarray(x).astype(np.float32)
     return np.where(np.abs(x) < MIN_NORMAL, np.copysign(np.float32(0), x), x)
 
 
@@ -137,7 +138,7 @@ def random_words(shape, key) -> np.ndarray:
     counter = np.zeros((rows, -(-cols // 4), 4), np.uint64)
     counter[:, :, 0] = np.arange(counter.shape[1])[None, :]
     counter[:, :, 1] = np.arange(rows)[:, None]
-    return philox(counter, key).reshape(rows, -1)[:, :cols].reshape(shape)
+    return philox(counter, key).reshape(rows, 4 * counter.shape[1])[:, :cols].reshape(shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +170,8 @@ def to_blocks(x, axis: int) -> np.ndarray:
 
 def from_blocks(blocks, axis: int) -> np.ndarray:
     """Undoes `to_blocks`, but for the padding."""
-    return np.moveaxis(blocks.reshape(*blocks.shape[:-2], -1), -1, axis)
+    length = blocks.shape[-2] * blocks.shape[-1]
+    return np.moveaxis(blocks.reshape(*blocks.shape[:-2], length), -1, axis)
 
 
 def quantize(x, *, axis: int = -1, fmt=E2M1, rule: str = "even", key=None) -> Quantized:
@@ -204,10 +206,16 @@ def dequantize(codes, scales, fmt=E2M1, axis: int = -1, length: int | None = Non
     return values if length is None else np.take(values, range(length), axis=axis)
 
 
+def assert_equal(got, want: Quantized) -> None:
+    """Holds every bit of an `adahop_jax.MXArray` against `want`."""
+    np.testing.assert_array_equal(np.asarray(got.scales), want.scales, err_msg="scales")
+    np.testing.assert_array_equal(np.asarray(got.codes), want.packed, err_msg="packed codes")
+
+
 def pack(codes, bits: int, axis: int = -1) -> np.ndarray:
     """A little-endian bit stream along `axis`: bit i of code n is bit n * bits + i."""
     stream = np.unpackbits(np.moveaxis(codes, axis, -1)[..., None], axis=-1, bitorder="little")
-    stream = stream[..., :bits].reshape(*stream.shape[:-2], -1)
+    stream = stream[..., :bits].reshape(*stream.shape[:-2], stream.shape[-2] * bits)
     return np.moveaxis(np.packbits(stream, axis=-1, bitorder="little"), -1, axis)
 
 
