@@ -17,7 +17,10 @@ from train.tokenizer import Tokenizer, load_tokenizer, token_dtype
 Tokens = NDArray[np.unsignedinteger]
 
 HELDOUT_ONE_IN = 20
-_TOKEN_FILES = {".u16": np.dtype("<u2"), ".u32": np.dtype("<u4")}
+_TOKEN_FILES: dict[str, np.dtype[np.unsignedinteger]] = {
+    ".u16": np.dtype("<u2"),
+    ".u32": np.dtype("<u4"),
+}
 _CHUNK = 1 << 22
 _ROUNDS = 6
 

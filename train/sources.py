@@ -118,8 +118,9 @@ def _hugging_face(spec: str, cache_dir: Path) -> list[str]:
         raise DataError(
             f"data: {spec} needs the package datasets, which isn't installed; pip install datasets"
         )
-    import datasets  # noqa: PLC0415  optional, and slow to import
-    from datasets.exceptions import DatasetsError  # noqa: PLC0415
+    # Here, since the package is optional and slow to import.
+    import datasets  # type: ignore[import-untyped]
+    from datasets.exceptions import DatasetsError  # type: ignore[import-untyped]
 
     try:
         rows = datasets.load_dataset(name, split=split, cache_dir=os.fspath(cache_dir / "datasets"))
