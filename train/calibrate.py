@@ -19,7 +19,7 @@ from train.configs import RunConfig
 from train.model import Llama, next_token_loss
 
 PyTree = Any
-Labels = Mapping[str, NDArray[np.int32]]
+Labels = dict[str, NDArray[np.int32]]
 
 
 def find_layers(model: Llama, config: RunConfig) -> tuple[ah.LayerInfo, ...]:

@@ -29,8 +29,8 @@ _FINGERPRINT_TOKENS = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """What a checkpoint holds. `plan` is None amid calibration, then `votes` continue it."""
+class Snapshot:
+    """A run after `step` steps. Amid calibration `plan` is None and `votes` hold the labels."""
 
     step: int
     state: PyTree
@@ -92,26 +92,26 @@ class RunFolder:
             ) from error
         return RunConfig.from_json(text, where=str(self.config_file))
 
-    def save(
-        self, state: PyTree, *, step: int, plan: ah.Plan | None, votes: list[Labels], data: str
-    ) -> None:
-        """Saves the state after `step` steps, once; `data` is the corpus's fingerprint."""
+    def save(self, snapshot: Snapshot, *, data: str) -> None:
+        """Saves a snapshot, unless it is saved already; `data` is the corpus's fingerprint."""
         manager = self._open()
-        if manager.latest_step() == step:
+        if manager.latest_step() == snapshot.step:
             return
-        if plan is not None:
-            plan.save(self.plan_file)
+        if snapshot.plan is not None:
+            snapshot.plan.save(self.plan_file)
         run = {
             "data": data,
-            "plan": None if plan is None else _digest(self.plan_file),
-            "votes": votes_to_json(votes),
+            "plan": None if snapshot.plan is None else _digest(self.plan_file),
+            "votes": votes_to_json(snapshot.votes),
         }
-        arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state), run=ocp.args.JsonSave(run)
+        manager.save(
+            snapshot.step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(snapshot.state), run=ocp.args.JsonSave(run)
+            ),
         )
-        manager.save(step, args=arguments)
 
-    def restore(self, state: PyTree, *, data: str) -> Restored:
+    def restore(self, state: PyTree, *, data: str) -> Snapshot:
         """Restores the last checkpoint.
 
         Args:
@@ -144,12 +144,7 @@ class RunFolder:
                 "it to continue from the one before, or start again in another --run-dir"
             ) from error
         plan = None if run["plan"] is None else self._read_plan(run["plan"])
-        return Restored(step=step, state=restored, plan=plan, votes=votes_from_json(run["votes"]))
-
-    def close(self) -> None:
-        """Waits until what was saved is on disk."""
-        if self._manager is not None:
-            self._manager.close()
+        return Snapshot(step=step, state=restored, plan=plan, votes=votes_from_json(run["votes"]))
 
     def _read_plan(self, digest: str) -> ah.Plan:
         plan = ah.Plan.load(self.plan_file)

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import adahop_jax as ah
 from train import calibrate, data, report
-from train.checkpoint import RunFolder, fingerprint
+from train.checkpoint import RunFolder, Snapshot, fingerprint
 from train.configs import RunConfig, UserError
 from train.evaluate import Heldout, make_evaluate
 from train.log import RunLog
@@ -83,6 +83,84 @@ def train(options: Options) -> Result:
     Raises:
       UserError, data.DataError, ah.PlanError: bad input; nothing that was there is changed.
     """
+    job = prepare(options)
+    config = job.config
+    with catch_interrupts() as interrupted:
+        start = resume(job) if options.resume else begin(job)
+        state, votes, done = start.state, start.votes, start.step
+        describe(job, state)
+        phase = enter_phase(job, start.plan)
+
+        def save() -> None:
+            now = Snapshot(step=done, state=state, plan=phase.plan, votes=votes)
+            job.folder.save(now, data=fingerprint(job.corpus))
+
+        with RunLog(job.folder.metrics_file, config, start=done) as log:
+            while done < config.steps and not interrupted():
+                state, metrics, labels = phase.step(
+                    state, next_batch(job.corpus, config, step=done)
+                )
+                log.step(done, phase=phase.name, metrics=metrics)
+                done += 1
+                if phase.plan is None:
+                    votes.append(jax.device_get(labels))
+                    if done == config.calibration_steps:
+                        with log.paused():
+                            phase = enter_phase(job, calibrate.decide(votes, job.layers, config))
+                            votes = []
+                if done % config.eval_every == 0 and done < config.steps:
+                    with log.paused():
+                        log.heldout(done, phase.evaluate(state.params), unigram=job.unigram)
+                if done % config.checkpoint_every == 0:
+                    with log.paused():
+                        save()
+            with log.paused():
+                save()
+            if done < config.steps:
+                return Result(run_dir=job.folder.path, step=done, plan=phase.plan, heldout=None)
+            heldout = phase.evaluate(state.params)
+            log.heldout(done, heldout, unigram=job.unigram)
+    report.draw_loss(job.folder.metrics_file, job.folder.path / "loss.png", unigram=job.unigram)
+    print(f"the run is in {job.folder.path}")
+    return Result(run_dir=job.folder.path, step=done, plan=phase.plan, heldout=heldout)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A run made ready: everything read and checked, nothing written.
+
+    Attributes:
+      config: resolved.
+      folder: of the run.
+      corpus: tokens to train on and held out.
+      batches: the held-out batches of every evaluation.
+      unigram: entropy of the held-out tokens, nats per token; a model must get below.
+      model: the decoder, with nothing quantised.
+      layers: its planned layers.
+      plan: the plan of a new run; None if the run calibrates its own.
+    """
+
+    config: RunConfig
+    folder: RunFolder
+    corpus: data.Corpus
+    batches: Sequence[NDArray[np.int32]]
+    unigram: float
+    model: Llama
+    layers: Sequence[ah.LayerInfo]
+    plan: ah.Plan | None
+
+
+class Phase(NamedTuple):
+    """What the steps of a run do: calibrate while `plan` is None, then train by it."""
+
+    name: str
+    plan: ah.Plan | None
+    step: StepFn
+    evaluate: Callable[[PyTree], Heldout]
+
+
+def prepare(options: Options) -> Job:
+    """Reads and checks all that a run needs."""
     config, folder = open_run(options)
     corpus = data.load_tokens(
         config.data,
@@ -90,77 +168,53 @@ def train(options: Options) -> Result:
         vocab_size=config.vocab_size,
         cache_dir=Path(options.cache_dir).expanduser(),
     )
-    text_mark, unigram = fingerprint(corpus), data.unigram_entropy(corpus)
-    batches = heldout_batches(corpus, config)
-    next_batch(corpus, config, step=0)  # text too short for one sequence shows before training
-
-    full_model = Llama(config.model, corpus.vocab_size)
-    layers = calibrate.find_layers(full_model, config)
-    votes: list[calibrate.Labels] = []
-    if options.plan is not None:
-        plan = calibrate.load_plan(Path(options.plan), full_model, config)
-    else:
+    next_batch(corpus, config, step=0)  # too little text shows before the folder is made
+    model = Llama(config.model, corpus.vocab_size)
+    if options.plan is None:
         plan = calibrate.uniform_plan(config)
+    else:
+        plan = calibrate.load_plan(Path(options.plan), model, config)
+    return Job(
+        config=config,
+        folder=folder,
+        corpus=corpus,
+        batches=data.heldout_batches(
+            corpus.heldout,
+            batch=config.batch // config.accumulate,
+            seq_len=config.seq_len,
+            limit=config.heldout_batches,
+        ),
+        unigram=data.unigram_entropy(corpus),
+        model=model,
+        layers=calibrate.find_layers(model, config),
+        plan=plan,
+    )
 
-    with catch_interrupts() as interrupted:
-        if options.resume:
-            blank = jax.eval_shape(lambda: init_state(full_model, config))
-            restored = folder.restore(blank, data=text_mark)
-            state, start, plan, votes = restored.state, restored.step, restored.plan, restored.votes
-        else:
-            state, start = init_state(full_model, config), 0
-            folder.create(config)
-        describe(config, corpus, state, unigram=unigram)
 
-        def enter_phase() -> tuple[StepFn, Callable[[PyTree], Heldout]]:
-            if plan is None:
-                model = full_model
-                print(f"calibrating: {config.calibration_steps} steps with nothing quantised")
-            else:
-                model = full_model.clone(plan=plan)
-                print(report.plan_tables(plan, layers))
-                report.draw_plan(plan, layers, folder.path / "plan.png")
-            step_fn = make_step(model, config, calibrating=plan is None)
-            return step_fn, make_evaluate(model, batches)
+def begin(job: Job) -> Snapshot:
+    """Makes the folder of a new run and returns its start."""
+    state = init_state(job.model, job.config)
+    job.folder.create(job.config)
+    return Snapshot(step=0, state=state, plan=job.plan, votes=[])
 
-        def save(step: int) -> None:
-            folder.save(state, step=step, plan=plan, votes=votes, data=text_mark)
 
-        step_fn, evaluate = enter_phase()
-        log = RunLog(
-            folder.metrics_file,
-            start=start,
-            total=config.steps,
-            tokens_per_step=config.batch * config.seq_len,
-            every=config.log_every,
-        )
-        done = start
-        with log:
-            while done < config.steps and not interrupted():
-                state, metrics, labels = step_fn(state, next_batch(corpus, config, step=done))
-                log.step(done, phase="calibrate" if plan is None else "train", metrics=metrics)
-                done += 1
-                if plan is None:
-                    votes.append(jax.device_get(labels))
-                    if done == config.calibration_steps:
-                        with log.paused():
-                            plan, votes = calibrate.decide(votes, layers, config), []
-                            step_fn, evaluate = enter_phase()
-                if done % config.eval_every == 0 and done < config.steps:
-                    with log.paused():
-                        log.heldout(done, evaluate(state.params), unigram=unigram)
-                if done % config.checkpoint_every == 0:
-                    with log.paused():
-                        save(done)
-            with log.paused():
-                save(done)
-            if done < config.steps:
-                return Result(run_dir=folder.path, step=done, plan=plan, heldout=None)
-            heldout = evaluate(state.params)
-            log.heldout(done, heldout, unigram=unigram)
-    report.draw_loss(folder.metrics_file, folder.path / "loss.png", unigram=unigram)
-    print(f"the run is in {folder.path}")
-    return Result(run_dir=folder.path, step=done, plan=plan, heldout=heldout)
+def resume(job: Job) -> Snapshot:
+    """Returns the last checkpoint of a run."""
+    blank = jax.eval_shape(lambda: init_state(job.model, job.config))
+    return job.folder.restore(blank, data=fingerprint(job.corpus))
+
+
+def enter_phase(job: Job, plan: ah.Plan | None) -> Phase:
+    """Returns the phase that trains by `plan`, or that calibrates, and says what it does."""
+    if plan is None:
+        print(f"calibrating: {job.config.calibration_steps} steps with nothing quantised")
+        step_fn = make_step(job.model, job.config, calibrating=True)
+        return Phase("calibrate", None, step_fn, make_evaluate(job.model, job.batches))
+    print(report.plan_tables(plan, job.layers))
+    report.draw_plan(plan, job.layers, job.folder.path / "plan.png")
+    model = job.model.clone(plan=plan)
+    step_fn = make_step(model, job.config, calibrating=False)
+    return Phase("train", plan, step_fn, make_evaluate(model, job.batches))
 
 
 def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
@@ -193,7 +247,7 @@ def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
         params = optax.apply_updates(state.params, updates)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": schedule(state.step),
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics, labels
@@ -216,16 +270,6 @@ def next_batch(corpus: data.Corpus, config: RunConfig, *, step: int) -> NDArray[
     """Returns the tokens of `step`, counted from 0: int32 of shape (batch, seq_len + 1)."""
     return data.batch(
         corpus.train, seed=config.seed, step=step, batch=config.batch, seq_len=config.seq_len
-    )
-
-
-def heldout_batches(corpus: data.Corpus, config: RunConfig) -> list[NDArray[np.int32]]:
-    """Returns the fixed batches of every evaluation, each the size of a micro-batch."""
-    return data.heldout_batches(
-        corpus.heldout,
-        batch=config.batch // config.accumulate,
-        seq_len=config.seq_len,
-        limit=config.heldout_batches,
     )
 
 
@@ -252,19 +296,25 @@ def open_run(options: Options) -> tuple[RunConfig, RunFolder]:
     return config, folder
 
 
-def describe(config: RunConfig, corpus: data.Corpus, state: TrainState, *, unigram: float) -> None:
+def unused_folder(name: str) -> RunFolder:
+    """Returns the first of runs/name, runs/name-2, ... that is not there."""
+    paths = (Path("runs", name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
+    return RunFolder(next(path for path in paths if not path.exists()))
+
+
+def describe(job: Job, state: TrainState) -> None:
     """Prints what is about to run."""
     count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    print(config.to_json(), end="")
-    print(f"data: {corpus.description}")
-    print(f"held-out unigram entropy: {unigram:.4f} nats per token")
+    print(job.config.to_json(), end="")
+    print(f"data: {job.corpus.description}")
+    print(f"held-out unigram entropy: {job.unigram:.4f} nats per token")
     print(f"model: {count:,} parameters, on {jax.devices()[0].device_kind}")
 
 
 def resume_command(options: Options, run_dir: Path) -> str:
     """Returns the command line that continues a run."""
     command = ["python", "-m", "train.lm", "--resume", "--run-dir", str(run_dir)]
-    if options.cache_dir != Options.cache_dir:
+    if options.cache_dir != Options().cache_dir:
         command += ["--cache-dir", options.cache_dir]
     return shlex.join(command)
 

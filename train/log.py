@@ -13,7 +13,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.configs import UserError
+from train.configs import RunConfig, UserError
 from train.evaluate import Heldout
 
 
@@ -25,11 +25,11 @@ class RunLog:
     runs inside `paused`.
     """
 
-    def __init__(self, file: Path, *, start: int, total: int, tokens_per_step: int, every: int):
+    def __init__(self, file: Path, config: RunConfig, *, start: int):
         self._file = file
-        self._tokens_per_step = tokens_per_step
-        self._every = every
-        self._total = total
+        self._tokens_per_step = config.batch * config.seq_len
+        self._every = config.log_every
+        self._total = config.steps
         self._phase = ""
         self._pending: list[tuple[int, dict[str, Any]]] = []
         self._timed = 0
@@ -46,7 +46,7 @@ class RunLog:
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task(
-            "", completed=start, total=total, loss=float("nan"), speed=0.0
+            "", completed=start, total=config.steps, loss=float("nan"), speed=0.0
         )
         _drop_after(file, start)
 
@@ -126,13 +126,12 @@ class RunLog:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _show(self, line: dict[str, Any], speed: float) -> None:
-        shown = {"speed": speed} if speed else {}
         self._progress.update(
             self._task,
             description=line["phase"],
             completed=line["step"] + 1,
             loss=line["loss"],
-            **shown,
+            speed=speed,
         )
         if self._console.is_terminal:
             return

@@ -61,7 +61,7 @@ def accumulate(
     """
     start = jax.tree.map(jnp.zeros_like, (jnp.zeros((), jnp.float32), params))
 
-    def add(total, micro):
+    def add(total: PyTree, micro: PyTree) -> tuple[PyTree, PyTree]:
         loss, grads, statistics = gradients(params, micro)
         return jax.tree.map(jnp.add, total, (loss, grads)), statistics
 

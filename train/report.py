@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -12,7 +13,7 @@ from matplotlib.patches import Patch
 import adahop_jax as ah
 from train.log import read_metrics
 
-PRODUCTS = ("fwd", "dgrad", "wgrad")
+PRODUCTS: tuple[Literal["fwd", "dgrad", "wgrad"], ...] = ("fwd", "dgrad", "wgrad")
 TENSORS = ("x", "w", "dy")
 
 
