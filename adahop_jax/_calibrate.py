@@ -28,7 +28,9 @@ from adahop_jax.nn import Dense
 
 Statistics = dict[str, LayerStatistics]
 Labels = dict[str, Any]
-"""Path -> int32[..., 3]: codes of the patterns of X, W and dY, -1 where they are void."""
+"""Path -> int32[..., 3]: codes of the patterns of X, W and dY, or negative where they are void."""
+
+_REPEATED, _UNREACHED = -1, -2
 
 _trace_id = itertools.count()
 
@@ -89,6 +91,11 @@ def observe(
     """
 
     def observed(variables: Mapping[str, Any], *args: Any) -> tuple[jax.Array, Any, Statistics]:
+        if not isinstance(variables, Mapping) or "params" not in variables:
+            raise PlanError(
+                "calibrate: variables have no collection 'params'; pass what model.init returned, "
+                "and have loss_fn pass it to model.apply whole"
+            )
         found = layers(loss_fn, variables, *args)
         if not found:
             raise PlanError(
@@ -96,15 +103,11 @@ def observe(
                 "have loss_fn pass the variables it is given to model.apply"
             )
         params = variables["params"]
-        probes = {}
-        for layer in found:
-            kernel = _kernel(params, layer.path)
-            stacked = kernel.shape[:-2]
-            probes[layer.path] = zero_probe(layer.in_features, layer.out_features, stacked)
+        probes = {layer.path: _probe(layer, _kernel(params, layer.path)) for layer in found}
 
         def loss(params: Mapping[str, Any], probes: Statistics) -> jax.Array:
             for path, probe in probes.items():
-                params = _inserted(params, (*path.split("/"), PROBE), probe)
+                params = _inserted(params, (*_names(path), PROBE), probe)
             return loss_fn({**variables, "params": params}, *args)
 
         value, (gradients, statistics) = jax.value_and_grad(loss, argnums=(0, 1))(params, probes)
@@ -163,11 +166,16 @@ def plan_from_labels(
                 "every step must run every layer"
             )
         codes = np.stack([np.asarray(step[layer.path]) for step in labels])
-        if (codes < 0).any():
+        if (codes == _REPEATED).any():
             raise PlanError(
-                f"calibrate: layer {layer.path!r} does not run exactly once per evaluation of the "
+                f"calibrate: layer {layer.path!r} runs more than once in an evaluation of the "
                 "loss, so its statistics cannot be told apart; evaluate micro-batches one by one "
                 "(accumulate=), and give repeated layers parameters of their own"
+            )
+        if (codes == _UNREACHED).any():
+            raise PlanError(
+                f"calibrate: no gradient reaches layer {layer.path!r}, so its dY has no pattern; "
+                "calibrate without stop_gradient, or give frozen layers a plan by hand"
             )
         x, w, dy = (_vote(codes[..., i].ravel()) for i in range(3))
         entry = layer_plan(
@@ -241,7 +249,19 @@ def _label(kernel: jax.Array, seen: LayerStatistics) -> jax.Array:
             pattern_code(seen.dy),
         ]
     )
-    return jnp.where(seen.calls == 1, codes, -1)
+    void = jnp.where(seen.calls > 1, _REPEATED, _UNREACHED)
+    return jnp.where(seen.calls == 1, codes, void)
+
+
+def _probe(layer: LayerInfo, kernel: jax.Array) -> LayerStatistics:
+    *stacked, in_features, out_features = kernel.shape
+    if (in_features, out_features) != (layer.in_features, layer.out_features):
+        raise PlanError(
+            f"calibrate: layer {layer.path!r} multiplies by ({layer.in_features}, "
+            f"{layer.out_features}) and its kernel is {kernel.shape}; stack kernels along their "
+            "first axes: variable_axes={'params': 0}"
+        )
+    return zero_probe(in_features, out_features, tuple(stacked))
 
 
 def _vote(codes: np.ndarray) -> Pattern:
@@ -252,9 +272,14 @@ def _vote(codes: np.ndarray) -> Pattern:
 
 def _kernel(params: Mapping[str, Any], path: str) -> jax.Array:
     node: Any = params
-    for name in (*(path.split("/") if path else ()), "kernel"):
+    for name in (*_names(path), "kernel"):
         node = node[name]
     return nn.meta.unbox(node)
+
+
+def _names(path: str) -> list[str]:
+    """Module names along a path; the model itself has the path ""."""
+    return path.split("/") if path else []
 
 
 def _inserted(tree: Mapping[str, Any], path: Sequence[str], leaf: Any) -> dict[str, Any]:

@@ -47,6 +47,11 @@ def matmul(
             f"matmul: a {a.shape} and b {b.shape} do not contract; wanted (..., M, K) and (K, N)"
         )
     plan = ProductPlan.named(strategy) if isinstance(strategy, str) else strategy
+    if not isinstance(plan, ProductPlan):
+        raise TypeError(
+            f"matmul: strategy is a {type(plan).__name__}; wanted 'full', 'mxfp4', 'iht' or an "
+            "adahop_jax.ProductPlan"
+        )
     if plan.is_full:
         return jnp.matmul(a, b)
     if plan.outliers is not None and plan.outliers.tensor not in ("x", "w"):

@@ -118,8 +118,10 @@ def quantize(
     x = jnp.asarray(x)
     check_dtype("quantize", x.dtype)
     axis = negative_axis("quantize", x, axis)
-    if FORMATS.get(format.name) != format:
-        raise ValueError(f"quantize: format {format} is unknown; choose one of {list(FORMATS)}")
+    if format not in FORMATS.values():
+        raise ValueError(
+            f"quantize: format {format!r} is unknown; wanted adahop_jax.MXFP4 or adahop_jax.MXFP6"
+        )
     if scale_rule is None:
         scale_rule = "ceil" if rounding == "stochastic" else "even"
     spec = OperandSpec(format=format.name, scale_rule=scale_rule, rounding=rounding)

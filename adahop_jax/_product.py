@@ -7,7 +7,7 @@ of extracted outliers are overwritten by a side product in `dtype`, and the resu
 
 import functools
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +106,7 @@ def product(
       The 2-D product of `out_dtype`.
     """
     ops = resolve(backend)[1]
+    lhs, rhs = _undifferentiable((lhs, rhs))
     lhs_spec, rhs_spec = plan.specs
     lhs_axis, rhs_axis = CONTRACT[name]
     lhs_name, rhs_name = OPERANDS[name]
@@ -125,10 +126,12 @@ def product(
             index, taken = _take(rhs, 1 - rhs_axis, plan.outliers, ops)
             if isinstance(lhs, Saved):
                 # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes.
+                # What is rotated is `hadamard` times as large, which float16 may not hold.
+                dtype = jnp.float32 if rhs.dtype == jnp.float16 else rhs.dtype
                 x = ops.dequantize(lhs.codes, lhs.scales, axis=lhs_axis, fmt=lhs_spec.mx)
                 sign_seed = seeds.get(SIGNS)
                 turned = rotate(taken, axis=rhs_axis, spec=rhs_spec, sign_seed=sign_seed)
-                values = side(x.astype(rhs.dtype), turned.astype(rhs.dtype)) * _undo(plan)
+                values = side(x.astype(dtype), turned.astype(dtype)) * _undo(plan)
             else:
                 values = side(lhs, taken)
             columns = index, values
@@ -140,6 +143,24 @@ def product(
         dtype=out_dtype,
         rows=rows,
         columns=columns,
+    )
+
+
+@jax.custom_jvp
+def _undifferentiable[T](operands: T) -> T:
+    """The operands as they are, where no derivative is asked for.
+
+    Rounding has zero derivative almost everywhere, which would pass for a gradient of zero; the
+    layer's own gradient never differentiates through it.
+    """
+    return operands
+
+
+@_undifferentiable.defjvp
+def _refuse(primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "a quantized product has no derivative of its own: take first derivatives, in reverse "
+        "mode, through adahop_jax.Dense, and higher ones with Plan.full()"
     )
 
 

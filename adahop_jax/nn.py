@@ -5,9 +5,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from adahop_jax._dense import add_bias, dense, layer_seeds
+from adahop_jax._dispatch import resolve
 from adahop_jax._mxarray import check_dtype
 from adahop_jax._observe import PROBE, observed_dot
 from adahop_jax._plan import LayerPlan, Plan, PlanError
@@ -33,8 +35,10 @@ class Dense(nn.Dense):
 
     Raises:
       PlanError: the plan has no entry for this layer, or one made for another kernel's shape.
-      ValueError: the plan rounds stochastically and there is no RNG stream "quantize".
-      TypeError: a quantized product in a dtype other than float32, bfloat16 and float16.
+      ValueError: the plan rounds stochastically and there is no RNG stream "quantize"; features
+        below 1; a scalar input.
+      TypeError: plan is no `Plan`; a quantized product in a dtype other than float32, bfloat16 and
+        float16, under forward-mode or higher-order differentiation.
       NotImplementedError: the named backend does not exist or cannot run here.
     """
 
@@ -51,6 +55,7 @@ class Dense(nn.Dense):
         Returns:
           (..., features) of `dtype`, or of the promoted dtype where `dtype` is None.
         """
+        self._check(inputs)
         in_features = jnp.shape(inputs)[-1]
         kernel = self.param(
             "kernel", self.kernel_init, (in_features, self.features), self.param_dtype
@@ -70,7 +75,8 @@ class Dense(nn.Dense):
                 y = self._dot(x, w)
             return y if b is None else y + jnp.reshape(b, (1,) * (y.ndim - 1) + (-1,))
 
-        check_dtype(f"Dense {self._where}", x.dtype)
+        dtype = x.dtype
+        check_dtype(f"Dense {self._where}", dtype)
         key = None
         if plan.is_random:
             if not self.has_rng(RNG_STREAM):
@@ -79,23 +85,44 @@ class Dense(nn.Dense):
                     f"{RNG_STREAM!r}; pass rngs={{{RNG_STREAM!r}: key}} to apply"
                 )
             key = self.make_rng(RNG_STREAM)
-        # Input and parameter go in as they are: gradients come out in their dtypes, the kernel's
-        # unrounded, and no copy of the kernel in `dtype` is kept for dgrad.
+        if self.promote_dtype is nn.dtypes.promote_dtype:
+            # What is only cast goes in as it is, to be cast inside: gradients come out in its own
+            # dtype, the kernel's unrounded, and no copy of it in `dtype` is kept for dgrad.
+            x = inputs if jnp.issubdtype(jnp.result_type(inputs), jnp.inexact) else x
+            w, b = kernel, bias
         y = dense(
-            inputs if jnp.issubdtype(jnp.result_type(inputs), jnp.inexact) else x,
-            kernel,
+            x,
+            w,
             layer_seeds(plan, key),
             plan,
-            x.dtype,
+            dtype,
             self._dot,
             self.precision,
             self.backend,
         )
-        return y if bias is None else add_bias(y, bias)
+        return y if b is None else add_bias(y, b)
 
     @property
     def _where(self) -> str:
         return repr("/".join(self.path))
+
+    def _check(self, inputs: jax.Array) -> None:
+        """Raises for arguments that no layer can have."""
+        if not isinstance(self.plan, Plan):
+            raise TypeError(
+                f"Dense {self._where}: plan is a {type(self.plan).__name__}; wanted an "
+                "adahop_jax.Plan, e.g. Plan.uniform('iht')"
+            )
+        if jnp.ndim(inputs) == 0:
+            raise ValueError(
+                f"Dense {self._where}: the input is a scalar; wanted (..., in_features)"
+            )
+        if not isinstance(self.features, int | np.integer) or self.features < 1:
+            raise ValueError(
+                f"Dense {self._where}: features is {self.features!r}; wanted a positive integer"
+            )
+        if self.backend is not None:
+            resolve(self.backend)
 
     def _layer_plan(self, in_features: int) -> LayerPlan:
         try:

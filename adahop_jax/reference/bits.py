@@ -29,6 +29,12 @@ def from_bits(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def normal_or_zero(x: jax.Array) -> jax.Array:
+    """Values as float32, subnormal ones as zeros of their sign: some machines do so anyway."""
+    bits = to_bits(x)
+    return from_bits(jnp.where((bits & MAGNITUDE) < MIN_NORMAL, bits & SIGN, bits))
+
+
 def exponent(bits: jax.Array) -> jax.Array:
     """⌊log2|x|⌋ of normal float32 values given as int32 bits; -127 for zeros and subnormals."""
     return ((bits & MAGNITUDE) >> F32_MANTISSA_BITS) - 127

@@ -7,19 +7,21 @@ out `size` times too large, which is a power of two and exact to undo (1/sqrt(32
 import jax
 import jax.numpy as jnp
 
+from adahop_jax.reference.bits import normal_or_zero
+
 
 def hadamard(x: jax.Array, *, axis: int, size: int) -> jax.Array:
     """H_size times every block of `size` elements along `axis`.
 
     Args:
-      x: (rows, columns) float array.
+      x: (rows, columns) float array; subnormal inputs count as zeros.
       axis: 0 or 1; zero-padded up to a multiple of `size`.
       size: a power of two.
 
     Returns:
       float32 of the padded shape, summed as a butterfly with strides 1, 2, 4, ...
     """
-    x = pad(x.astype(jnp.float32), axis=axis, multiple=size)
+    x = pad(normal_or_zero(x), axis=axis, multiple=size)
     shape = x.shape
     outer, inner = (1, shape[1]) if axis == 0 else (shape[0], 1)
     stride = 1
