@@ -24,6 +24,7 @@ import tyro
 from numpy.typing import NDArray
 
 import adahop_jax as ah
+from train.configs import UserError
 from train.model import Llama, next_token_loss
 from train.product_error import Measurement, capture, measure
 from train.real_tensors import MARK, tables
@@ -154,5 +155,5 @@ def _observe(loss_fn: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array
 if __name__ == "__main__":
     try:
         tyro.cli(main, description=__doc__)
-    except DataError as error:
+    except (DataError, UserError) as error:
         sys.exit(f"error: {error}")
