@@ -149,7 +149,9 @@ def _add_bias_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Arr
 
 
 def _add_bias_backward(like_bias: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return dy, jnp.sum(_flat(dy).astype(jnp.float32), axis=0).astype(like_bias.dtype)
+    return dy, jnp.sum(dy.astype(jnp.float32), axis=tuple(range(dy.ndim - 1))).astype(
+        like_bias.dtype
+    )
 
 
 add_bias.defvjp(_add_bias_forward, _add_bias_backward)

@@ -135,10 +135,11 @@ class OperandSpec:
                 f"scale_rule {self.scale_rule!r} clips, which biases stochastic rounding; "
                 "use scale_rule='ceil' with rounding='stochastic'"
             )
-        if not (math.isfinite(self.pre_scale) and self.pre_scale > 0):
+        real = isinstance(self.pre_scale, int | float) and not isinstance(self.pre_scale, bool)
+        if not (real and math.isfinite(self.pre_scale) and self.pre_scale > 0):
             raise ValueError(f"pre_scale must be finite and positive, got {self.pre_scale!r}")
         size = self.hadamard
-        if size and (size < 2 or size & (size - 1)):
+        if not is_integer(size) or (size and (size < 2 or size & (size - 1))):
             raise ValueError(f"hadamard must be 0 or a power of two, got {size!r}")
         if self.signs == "random" and not size:
             raise ValueError("signs='random' needs a transform; set hadamard, e.g. to 32")
@@ -154,7 +155,12 @@ class OperandSpec:
         return -(-length // whole) * whole
 
 
+def is_integer(value: object) -> bool:
+    """Whether a value is a Python int and no bool, which Python counts among them."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _one_of(field: str, value: object, allowed: Collection[object]) -> None:
-    if value not in allowed:
+    if value not in list(allowed):
         names = ", ".join(repr(name) for name in allowed)
         raise ValueError(f"{field} {value!r} is unknown; choose one of {names}")

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from adahop_jax._patterns import MatrixStatistics, matrix_statistics, merge
+from adahop_jax._sharding import compiler_placed
 
 PROBE = "adahop_probe"
 
@@ -49,17 +51,20 @@ def observed_dot(
 
     def backward(residuals: Any, dy: jax.Array) -> tuple[Any, ...]:
         pullback, x = residuals
-        seen = LayerStatistics(matrix_statistics(x), matrix_statistics(dy), jnp.float32(1))
-        return *pullback(dy), seen
+        return *pullback(dy), compiler_placed(_statistics, out=PartitionSpec())(x, dy)
 
     observed.defvjp(forward, backward)
     return observed(x, w, probe)
 
 
+def _statistics(x: jax.Array, dy: jax.Array) -> LayerStatistics:
+    return LayerStatistics(matrix_statistics(x), matrix_statistics(dy), jnp.float32(1))
+
+
 def zero_probe(in_features: int, out_features: int, stacked: tuple[int, ...]) -> LayerStatistics:
     """A probe for a kernel (*stacked, in_features, out_features)."""
     seen = jax.eval_shape(
-        lambda x, dy: LayerStatistics(matrix_statistics(x), matrix_statistics(dy), jnp.float32(1)),
+        _statistics,
         jax.ShapeDtypeStruct((1, in_features), jnp.float32),
         jax.ShapeDtypeStruct((1, out_features), jnp.float32),
     )

@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Literal, Self
 
-from adahop_jax._formats import OperandSpec
+from adahop_jax._formats import OperandSpec, is_integer
 
 Product = Literal["fwd", "dgrad", "wgrad"]
 Tensor = Literal["x", "w", "dy"]
@@ -77,7 +77,7 @@ class OutlierSpec:
     def __post_init__(self) -> None:
         if self.tensor not in TENSORS:
             raise ValueError(f"tensor {self.tensor!r} is unknown; choose one of {list(TENSORS)}")
-        if self.k is not None and not (isinstance(self.k, int) and self.k >= 1):
+        if self.k is not None and not (is_integer(self.k) and self.k >= 1):
             raise ValueError(f"k must be a positive integer or None, got {self.k!r}")
         if self.norm != "l2":
             raise ValueError(f"norm {self.norm!r} is unknown; choose 'l2'")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from adahop_jax._formats import OperandSpec
+from adahop_jax._formats import OperandSpec, is_integer
 from adahop_jax._plan import (
     PRODUCTS,
     TENSORS,
@@ -55,14 +55,14 @@ def from_json(text: str, *, where: str = "plan") -> Plan:
         raise PlanError(f"{where}: not JSON ({error}); pass a file that Plan.save wrote") from error
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise PlanError(f"{where}: not a plan: no {KIND!r} in it; pass a file that Plan.save wrote")
-    if document.get("version") != VERSION:
+    if not is_integer(document.get("version")) or document["version"] != VERSION:
         raise PlanError(
             f"{where}: plan version {document.get('version')!r}, this library reads {VERSION}; "
             "calibrate again, or use the library that wrote it"
         )
     _known(document, ("kind", "version", "level", "default", "layers"), where)
     level = document.get("level")
-    if level not in (None, 1, 2):
+    if level is not None and not (is_integer(level) and level in (1, 2)):
         raise PlanError(f"{where}: level is {level!r}; wanted 1, 2 or null")
     layers = _object(document.get("layers"), f"{where}: layers")
     default = document.get("default")
@@ -109,7 +109,7 @@ def _layer(node: Any, where: str) -> LayerPlan:
     if fields.get("patterns") is not None:
         fields["patterns"] = _patterns(fields["patterns"], f"{where}: patterns")
     for dim in ("in_features", "out_features"):
-        if not isinstance(fields.get(dim, 0), int | None):
+        if fields.get(dim) is not None and not is_integer(fields[dim]):
             raise PlanError(f"{where}: {dim} is {fields[dim]!r}; wanted an integer")
     return _build(LayerPlan, fields, where)
 

@@ -12,7 +12,9 @@ from adahop_jax._dense import add_bias, dense, layer_seeds
 from adahop_jax._dispatch import resolve
 from adahop_jax._mxarray import check_dtype
 from adahop_jax._observe import PROBE, observed_dot
-from adahop_jax._plan import LayerPlan, Plan, PlanError
+from adahop_jax._plan import LayerPlan, Plan, PlanError, Product
+from adahop_jax._product import Seeds
+from adahop_jax._sharding import compiler_placed, sharding_of, vary_alike
 
 RNG_STREAM = "quantize"
 
@@ -90,17 +92,15 @@ class Dense(nn.Dense):
             # dtype, the kernel's unrounded, and no copy of it in `dtype` is kept for dgrad.
             x = inputs if jnp.issubdtype(jnp.result_type(inputs), jnp.inexact) else x
             w, b = kernel, bias
-        y = dense(
-            x,
-            w,
-            layer_seeds(plan, key),
-            plan,
-            dtype,
-            self._dot,
-            self.precision,
-            self.backend,
+
+        def layer(x: jax.Array, w: jax.Array, seeds: dict[Product, Seeds]) -> jax.Array:
+            x, w = vary_alike(x, w)
+            return dense(x, w, seeds, plan, dtype, self._dot, self.precision, self.backend)
+
+        y = compiler_placed(layer, out=sharding_of(self._dot, *promoted[:2]))(
+            x, w, layer_seeds(plan, key)
         )
-        return y if b is None else add_bias(y, b)
+        return y if b is None else add_bias(*vary_alike(y, b))
 
     @property
     def _where(self) -> str:

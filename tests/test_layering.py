@@ -18,7 +18,7 @@ MAX_LINES = 400
 LAYERS = (
     {"_formats", "_shapes"},
     {"reference"},
-    {"_plan", "_plan_json", "_strategy", "_patterns", "_random"},
+    {"_plan", "_plan_json", "_strategy", "_patterns", "_random", "_sharding"},
     {"_dispatch"},
     {"_mxarray"},
     {"_product", "_observe"},
