@@ -51,6 +51,9 @@ def uniform(shape: tuple[int, int], seed: jax.Array) -> jax.Array:
 
 
 def _multiply(x: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
-    """High and low 32 bits of x * constant."""
-    factor = jnp.full_like(x, constant)
-    return lax.mulhi(x, factor), x * factor
+    """High and low 32 bits of x * constant, by halves: `lax.mulhi` fails on sharded arrays."""
+    x_high, x_low = x >> 16, x & 0xFFFF
+    c_high, c_low = jnp.uint32(constant >> 16), jnp.uint32(constant & 0xFFFF)
+    first = x_high * c_low + ((x_low * c_low) >> 16)
+    second = x_low * c_high + (first & 0xFFFF)
+    return x_high * c_high + (first >> 16) + (second >> 16), x * jnp.uint32(constant)
