@@ -57,8 +57,9 @@ def grid(fmt) -> np.ndarray:
 
 def to_float32(x) -> np.ndarray:
     """`x` in float32; what lies below 2^-126 is zero and keeps its sign."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN is as good as a quiet one
+    with np.errstate(invalid="ignore"):  # of signalling NaNs, which turn quiet here
         x = np.asarray(x).astype(np.float32)
+        x = np.where(np.isnan(x), np.float32(np.nan), x)
     return np.where(np.abs(x) < MIN_NORMAL, np.copysign(np.float32(0), x), x)
 
 

@@ -15,6 +15,7 @@ CODES = {"none": 0, "row": 1, "column": 2}
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
+@jax.jit
 def pattern_code(x, **options):
     return code_of_statistics(matrix_statistics(x), **options)
 

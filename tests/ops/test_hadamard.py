@@ -1,5 +1,7 @@
 """The block Hadamard transform: the oracle's butterfly, bit for bit; it cancels in products."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -112,42 +114,52 @@ def test_hadamard_takes_subnormal_inputs_as_zeros():
 def test_hadamard_overflow_shows_as_a_fault():
     x = np.full((2, 32), np.float32(2.0**127))
     x[1] = 2.0**122  # the largest input that cannot overflow
-    q = ah.quantize(ah.hadamard(jnp.asarray(x)))
+    q = jax.jit(lambda x: ah.quantize(ah.hadamard(x)))(x)
     assert np.asarray(q.scales)[:, 0].tolist() == [255, 252]
-    assert np.isnan(np.asarray(q.dequantize())[0]).all()
 
 
-def _rotated_and_quantized(a, b, rotate):
-    """a (M, K) times b (K, N) in float64 from the library's own transform and codes."""
-    a, b = jnp.asarray(a), jnp.asarray(b)
-    if rotate:
-        a, b = ah.hadamard(a, axis=1), ah.hadamard(b, axis=0)
-    a, b = ah.quantize(a, axis=1).dequantize(), ah.quantize(b, axis=0).dequantize()
-    return np.asarray(a, np.float64) @ np.asarray(b, np.float64) / (32 if rotate else 1)
+@functools.partial(jax.jit, static_argnames=("axis", "rotate"))
+def _quantized(x, axis, rotate):
+    return ah.quantize(ah.hadamard(x, axis=axis) if rotate else x, axis=axis).dequantize()
 
 
-def _product_error(a, b, rotate):
-    want = a.astype(np.float64) @ b.astype(np.float64)
-    return np.linalg.norm(_rotated_and_quantized(a, b, rotate) - want) / np.linalg.norm(want)
+def _product(a, b, rotate):
+    """a (M, K) times b (K, N), in float64 from the library's own transform and codes."""
+    a, b = (np.asarray(_quantized(x, axis, rotate), np.float64) for axis, x in ((1, a), (0, b)))
+    return a @ b / (32 if rotate else 1)
 
 
-def test_D45_hadamard_spreads_an_outlier_column():
-    a, b = _normal(128, 96), _normal(96, 64, seed=1)
-    a[:, 37] *= 1000
-    b[37] /= 1000  # so that the product is not the outlier's alone
-    assert _product_error(a, b, rotate=True) < _product_error(a, b, rotate=False) / 2
+def _error_with_and_without(plant):
+    """Mean relative error of products, rotated over plain, where `plant` puts outliers into a."""
+    errors = {True: 0.0, False: 0.0}
+    for seed in range(6):
+        a, b = _normal(128, 96, seed=seed), _normal(96, 64, seed=seed + 100)
+        plant(a)
+        want = a.astype(np.float64) @ b.astype(np.float64)
+        for rotate in errors:
+            miss = np.linalg.norm(_product(a, b, rotate) - want)
+            errors[rotate] += miss / np.linalg.norm(want)
+    return errors[True] / errors[False]
 
 
-def test_D45_hadamard_leaves_an_outlier_row_as_it_is():
-    a, b = _normal(128, 96), _normal(96, 64, seed=1)
-    a[37] *= 1000
-    assert _product_error(a, b, rotate=True) < 1.05 * _product_error(a, b, rotate=False)
+def test_D45_hadamard_spreads_outlier_columns():
+    def plant(a):
+        a[:, [5, 37, 70]] *= 15
+
+    assert 0.6 < _error_with_and_without(plant) < 0.85
+
+
+def test_D45_hadamard_leaves_outlier_rows_as_they_are():
+    def plant(a):
+        a[[5, 37, 70]] *= 15
+
+    assert 0.95 < _error_with_and_without(plant) < 1.05
 
 
 def test_rotated_product_is_the_oracles_bit_for_bit():
     a, b = _normal(16, 137), _normal(137, 8, seed=1)
     np.testing.assert_array_equal(
-        _rotated_and_quantized(a, b, rotate=True), oracle.quantized_product(a, b, rotate=True)
+        _product(a, b, rotate=True), oracle.quantized_product(a, b, rotate=True)
     )
 
 
@@ -161,8 +173,3 @@ def test_hadamard_rejects_size(size):
 def test_hadamard_rejects_axis(axis):
     with pytest.raises(ValueError, match=f"hadamard.*axis {axis}"):
         ah.hadamard(jnp.ones((3, 40), jnp.float32), axis=axis)
-
-
-def test_hadamard_rejects_dtype():
-    with pytest.raises(TypeError, match="hadamard.*int32.*float32"):
-        ah.hadamard(jnp.ones((3, 40), jnp.int32))

@@ -24,6 +24,8 @@ stochastic = jax.jit(
     functools.partial(ah.quantize, rounding="stochastic"), static_argnames=("axis", "format")
 )
 
+dequantize = jax.jit(lambda q: q.dequantize())
+
 
 def _seed(key):
     return np.asarray(jax.random.bits(key, (2,), jnp.uint32)).tolist()
@@ -64,15 +66,18 @@ def test_stochastic_special_blocks(key):
     x = np.tile(np.float32([[0], [-0.0], [np.nan], [np.inf], [-tiny], [top], [2.0**-126]]), (1, 32))
     x[5, 1:] = np.geomspace(2.0**100, top, 31).astype(np.float32)
     x[6, 1:] = 2.0**-126 * np.linspace(1, 4, 31)
-    values = np.asarray(_check(x, key).dequantize())
+    values = np.asarray(dequantize(_check(x, key)))
     assert np.isfinite(values[[0, 1, 4, 5, 6]]).all() and np.isnan(values[2:4]).all()
 
 
-@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
-@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_stochastic_takes_keys_of_any_kind(make, impl):
+@pytest.mark.parametrize(
+    "make",
+    [jax.random.key, functools.partial(jax.random.key, impl="rbg"), jax.random.PRNGKey],
+    ids=["typed", "rbg", "raw"],
+)
+def test_stochastic_takes_keys_of_any_kind(make):
     x = np.random.default_rng(0).normal(size=(5, 64)).astype(np.float32)
-    _check(x, make(3, impl=impl))
+    _check(x, make(3))
 
 
 def test_stochastic_follows_the_key(key):
@@ -85,7 +90,7 @@ def test_stochastic_follows_the_key(key):
 def test_stochastic_words_do_not_repeat_over_rows_and_columns(key):
     x = np.full((64, 64), 2.25, np.float32)
     x[:, ::32] = 6.0
-    up = np.asarray(stochastic(x, key=key).dequantize()) == 3.0
+    up = np.asarray(dequantize(stochastic(x, key=key))) == 3.0
     assert len(np.unique(up, axis=0)) == 64
     assert len(np.unique(np.delete(up, [0, 32], axis=1), axis=1)[0]) == 62
 
@@ -96,10 +101,10 @@ def test_stochastic_does_not_depend_on_axis_or_padding(key):
     x[:, [1, 33, 65]] = 6.0  # every block of either axis holds a 6, so all scales are 1
     along_rows, along_columns = (stochastic(x, axis=axis, key=key) for axis in (1, 0))
     assert np.unique(along_rows.scales) == np.unique(along_columns.scales) == 127
-    values = np.asarray(along_rows.dequantize())
-    np.testing.assert_array_equal(along_columns.dequantize(), values)
+    values = np.asarray(dequantize(along_rows))
+    np.testing.assert_array_equal(dequantize(along_columns), values)
     for axis in (0, 1):
-        part = stochastic(x[:70, :75], axis=axis, key=key).dequantize()
+        part = dequantize(stochastic(x[:70, :75], axis=axis, key=key))
         np.testing.assert_array_equal(part, values[:70, :75])
 
 
@@ -134,18 +139,19 @@ def test_stochastic_draw_of_zero_rounds_up_whatever_is_not_exact(exponent):
     assert oracle.random_words(x.shape, _seed(key))[row, col] >> 8 == 0
     _check(x, key)
     x[row, col] = 0.0
-    assert np.asarray(_check(x, key).dequantize())[row, col] == 0
+    assert np.asarray(dequantize(_check(x, key)))[row, col] == 0
 
 
-@each_dtype
 @pytest.mark.parametrize(
-    "fmt, spec, parts",
+    "fmt, spec, dtype, parts",
     [
-        pytest.param(ah.MXFP4, oracle.E2M1, 16, id="mxfp4"),
-        pytest.param(ah.MXFP6, oracle.E2M3, 4, id="mxfp6"),
+        pytest.param(ah.MXFP4, oracle.E2M1, np.float32, 16, id="mxfp4-f32"),
+        pytest.param(ah.MXFP4, oracle.E2M1, ml_dtypes.bfloat16, 16, id="mxfp4-bf16"),
+        pytest.param(ah.MXFP4, oracle.E2M1, np.float16, 16, id="mxfp4-f16"),
+        pytest.param(ah.MXFP6, oracle.E2M3, np.float32, 4, id="mxfp6-f32"),
     ],
 )
-def test_C36_stochastic_is_unbiased_in_every_cell(fmt, spec, parts, dtype):
+def test_C36_stochastic_is_unbiased_in_every_cell(fmt, spec, dtype, parts):
     draws, chunks = 50_000, 4
     grid = oracle.grid(spec)
     low, high = np.repeat(grid[:-1], parts), np.repeat(grid[1:], parts)
@@ -158,7 +164,7 @@ def test_C36_stochastic_is_unbiased_in_every_cell(fmt, spec, parts, dtype):
     x = jnp.asarray(np.tile(row.reshape(1, -1).astype(dtype), (draws, 1)))
     ups = np.zeros(len(points))
     for chunk in range(chunks):
-        values = np.asarray(stochastic(x, format=fmt, key=jax.random.key(chunk)).dequantize())
+        values = np.asarray(dequantize(stochastic(x, format=fmt, key=jax.random.key(chunk))))
         values = values[:, places]
         assert ((values == low) | (values == high)).all()
         ups += (values == high).sum(axis=0)
@@ -171,5 +177,5 @@ def test_stochastic_mean_shrinks_where_nearest_stays_put(key):
     keys = jax.random.split(key, 400)
     draws = jax.lax.map(lambda k: stochastic(x, key=k).dequantize(), keys)
     stochastic_error = np.abs(np.asarray(draws, np.float64).mean(axis=0) - x).mean()
-    nearest_error = np.abs(np.asarray(ah.quantize(jnp.asarray(x)).dequantize()) - x).mean()
+    nearest_error = np.abs(np.asarray(dequantize(jax.jit(ah.quantize)(x))) - x).mean()
     assert stochastic_error < nearest_error / 8
