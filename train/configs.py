@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Quant = Literal["bf16", "mxfp4", "iht", "adahop"]
+Level = Literal[1, 2]
+Preset = Literal["nano", "60m", "125m", "350m", "1b"]
 Rounding = Literal["nearest", "stochastic"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
@@ -94,11 +96,11 @@ class RunConfig:
     A step sees `batch` sequences in `accumulate` micro-batches; `data` None is Shakespeare.
     """
 
-    preset: str
+    preset: Preset
     model: ModelConfig
     optim: OptimConfig
     quant: Quant = "adahop"
-    level: Literal[1, 2] = 2
+    level: Level = 2
     dy_rounding: Rounding = "nearest"
     calibration_steps: int = 30
     data: str | None = None
@@ -194,7 +196,7 @@ def _at_least(config: Any, name: str, low: int) -> None:
         )
 
 
-PRESETS: Mapping[str, RunConfig] = {
+PRESETS: Mapping[Preset, RunConfig] = {
     # The demonstration: learns Shakespeare on two CPU cores in minutes.
     "nano": RunConfig(
         preset="nano",

@@ -2,11 +2,15 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, get_args
+
+import tyro
 
 from train.configs import (
     PRESETS,
     ComputeDtype,
+    Level,
+    Preset,
     Quant,
     Rounding,
     RunConfig,
@@ -15,6 +19,19 @@ from train.configs import (
     replace,
 )
 
+
+def _option(metavar: str) -> Any:
+    # An option that is not said has no default to show: its preset's value holds.
+    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+
+
+def _one_of(literal: Any) -> Any:
+    return _option("{" + ",".join(map(str, get_args(literal))) + "}")
+
+
+Int = Annotated[int | None, _option("INT")]
+Float = Annotated[float | None, _option("FLOAT")]
+Str = Annotated[str | None, _option("STR")]
 _ELSEWHERE = ("plan", "run_dir", "cache_dir", "resume")
 
 
@@ -25,67 +42,67 @@ class Options:
     Options that are not given come from the preset, or with --resume from the run itself.
     """
 
-    quant: Quant | None = None
+    quant: Annotated[Quant | None, _one_of(Quant)] = None
     """recipe: bf16, naive mxfp4, iht everywhere, or adahop's calibrated plan (the default)"""
-    level: Literal[1, 2] | None = None
+    level: Annotated[Level | None, _one_of(Level)] = None
     """adahop: column-column products run with outlier extraction (1) or in BF16 (2, the default)"""
-    preset: Literal["nano", "60m", "125m", "350m", "1b"] | None = None
+    preset: Annotated[Preset | None, _one_of(Preset)] = None
     """sizes and schedule; nano, the default, suits two CPU cores"""
-    data: str | None = None
+    data: Str = None
     """text file or folder, token file (.u16, .u32) or hf:NAME; by default Shakespeare's plays"""
-    tokenizer: str | None = None
+    tokenizer: Str = None
     """bytes, bpe (byte-level, trained on the text and cached), or the path of a tokenizer.json"""
-    vocab_size: int | None = None
+    vocab_size: Int = None
     """size of the vocabulary to train with --tokenizer bpe"""
-    plan: str | None = None
+    plan: Str = None
     """plan.json of an earlier calibration, used in place of a new one"""
-    calibration_steps: int | None = None
+    calibration_steps: Int = None
     """adahop: first steps that run in BF16 and decide the plan (30)"""
-    dy_rounding: Rounding | None = None
+    dy_rounding: Annotated[Rounding | None, _one_of(Rounding)] = None
     """rounding of the output gradients dY in quantised products (nearest)"""
-    run_dir: str | None = None
+    run_dir: Str = None
     """folder of the run; by default an unused runs/PRESET-QUANT-seedN"""
     cache_dir: str = "~/.cache/adahop_jax"
     """folder of trained tokenizers and datasets"""
     resume: bool = False
     """continue the run in --run-dir from its last checkpoint"""
-    seed: int | None = None
+    seed: Int = None
     """seed of the initial weights, the data order and stochastic rounding"""
-    steps: int | None = None
+    steps: Int = None
     """optimizer steps"""
-    batch: int | None = None
+    batch: Int = None
     """sequences per optimizer step"""
-    seq_len: int | None = None
+    seq_len: Int = None
     """tokens per sequence"""
-    accumulate: int | None = None
+    accumulate: Int = None
     """micro-batches that a step is split into"""
-    lr: float | None = None
+    lr: Float = None
     """peak learning rate"""
-    warmup: int | None = None
+    warmup: Int = None
     """steps of linear warm-up"""
-    weight_decay: float | None = None
+    weight_decay: Float = None
     """AdamW's decay of the matrices"""
-    clip: float | None = None
+    clip: Float = None
     """largest global norm of the gradients"""
-    layers: int | None = None
+    layers: Int = None
     """decoder blocks"""
-    width: int | None = None
+    width: Int = None
     """features of the residual stream"""
-    heads: int | None = None
+    heads: Int = None
     """attention heads"""
-    kv_heads: int | None = None
+    kv_heads: Int = None
     """key and value heads, shared by groups of attention heads"""
-    mlp_width: int | None = None
+    mlp_width: Int = None
     """hidden features of the MLP"""
-    dtype: ComputeDtype | None = None
+    dtype: Annotated[ComputeDtype | None, _one_of(ComputeDtype)] = None
     """dtype of what is not quantised (bfloat16; on a CPU float32, which XLA runs faster there)"""
-    heldout_batches: int | None = None
+    heldout_batches: Int = None
     """batches of held-out text in an evaluation"""
-    eval_every: int | None = None
+    eval_every: Int = None
     """steps between evaluations"""
-    checkpoint_every: int | None = None
+    checkpoint_every: Int = None
     """steps between checkpoints"""
-    log_every: int | None = None
+    log_every: Int = None
     """steps between log lines"""
 
     def given(self) -> dict[str, Any]:
