@@ -80,8 +80,9 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None):
         index = largest((lhs, rhs)[side], axis=out_axis, k=k)
         taken = np.take((lhs, rhs)[side], index, axis=out_axis)
         if name == "wgrad" and side == 1:
-            # The documented formula: X as it is kept, and the columns of dY rotated as X was.
-            dtype = lhs.dtype
+            # The documented formula: X as it is kept, and the columns of dY rotated as X was, in
+            # `dtype`, or in float32 where that is float16, which may not hold 32 times a value.
+            dtype = np.dtype(np.float32) if lhs.dtype == np.float16 else lhs.dtype
             turned = rotated(taken, axis=0, spec=plan.rhs, signs=signs).astype(dtype)
             kept = a.astype(np.float32).astype(dtype)
             pair = kept, _padded(turned, 0, length)
