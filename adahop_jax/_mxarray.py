@@ -99,7 +99,8 @@ def quantize(
         least scale at which nothing clips.
       rounding: "nearest", ties to even, or "stochastic".
       key: a JAX random key; required by stochastic rounding, whose bits depend on the key and an
-        element's index alone.
+        element's index alone: (row, column) in the view of x that has the leading dims as rows if
+        the blocks run along its last axis, else `axis` as rows and the other dims as columns.
       backend: a backend's name, or None for the best here.
 
     Returns:

@@ -25,6 +25,8 @@ THRESHOLD_RATIO = 2.0
 _EPSILON = 1e-8
 _ROUNDING = 1e-12
 """Variances as small as this, against a largest magnitude of 1 to 2, are float32 rounding."""
+_RELATIVE_ROUNDING = 1e-5
+"""So is a scatter of the variances as small as this, relative to their mean."""
 
 
 class Moments(NamedTuple):
@@ -200,7 +202,8 @@ def _scatter(variances: Moments, n: jax.Array) -> jax.Array:
     """Coefficient of variation of the variances of n values, in units of a Gaussian's."""
     std = jnp.sqrt(variances.m2 / jnp.maximum(variances.n - 1, 1))
     cv = std / (variances.mean + _EPSILON) / jnp.sqrt(2 / jnp.maximum(n - 1, 1))
-    return jnp.where(variances.mean > _ROUNDING, cv, 0.0)
+    seen = (variances.mean > _ROUNDING) & (std > _RELATIVE_ROUNDING * variances.mean)
+    return jnp.where(seen, cv, 0.0)
 
 
 def _kurtosis(v: Moments) -> jax.Array:

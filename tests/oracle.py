@@ -175,6 +175,18 @@ def from_blocks(blocks, axis: int) -> np.ndarray:
     return np.moveaxis(blocks.reshape(*blocks.shape[:-2], length), -1, axis)
 
 
+def view_words(shape, axis: int, key) -> np.ndarray:
+    """`random_words` of the 2-D view that is quantised, laid out as the array itself.
+
+    Its rows are the leading dims where the blocks run along the last, else the block axis.
+    """
+    if axis % len(shape) == len(shape) - 1:
+        return random_words(shape, key)
+    others = tuple(np.delete(shape, axis))
+    words = random_words((shape[axis], math.prod(others)), key)
+    return np.moveaxis(words.reshape(shape[axis], *others), 0, axis)
+
+
 def quantize(x, *, axis: int = -1, fmt=E2M1, rule: str = "even", key=None) -> Quantized:
     """Nearest-even under `rule`; with `key` (two uint32) stochastic, whose rule is `ceil`."""
     x = to_float32(x)
@@ -186,7 +198,7 @@ def quantize(x, *, axis: int = -1, fmt=E2M1, rule: str = "even", key=None) -> Qu
     if key is None:
         index = round_nearest(a, fmt)
     else:
-        index = round_stochastic(a, to_blocks(random_words(x.shape, key), axis), fmt)
+        index = round_stochastic(a, to_blocks(view_words(x.shape, axis, key), axis), fmt)
     sign = np.signbit(blocks) & (scales[..., None] != 255)
     codes = (index + sign * 2 ** (element_bits(fmt) - 1)).astype(np.uint8)
     return Quantized(

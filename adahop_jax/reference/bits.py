@@ -32,7 +32,8 @@ def from_bits(bits: jax.Array) -> jax.Array:
 def normal_or_zero(x: jax.Array) -> jax.Array:
     """Values as float32, subnormal ones as zeros of their sign: some machines do so anyway."""
     bits = to_bits(x)
-    return from_bits(jnp.where((bits & MAGNITUDE) < MIN_NORMAL, bits & SIGN, bits))
+    zero = from_bits(bits & SIGN)
+    return jnp.where((bits & MAGNITUDE) < MIN_NORMAL, zero, x.astype(jnp.float32))
 
 
 def exponent(bits: jax.Array) -> jax.Array:

@@ -2,8 +2,10 @@
 
 A backend is a module with these six functions. What `operand` and `load` return is the backend's
 own: whatever its `matmul` takes. Here it is the dequantized values in bfloat16, which holds every
-element times every scale exactly.
+element times every scale exactly. Each is compiled as a unit, so that it is quick outside `jit` too.
 """
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +46,7 @@ def rotate(
     return x
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "spec"))
 def quantize(
     x: jax.Array,
     *,
@@ -68,11 +71,13 @@ def quantize(
     return pack(codes, axis=axis, fmt=spec.mx), scales
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "fmt"))
 def dequantize(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat) -> jax.Array:
     """Packed codes and scale bytes -> float32 values of the padded shape, exactly."""
     return decode(unpack(codes, axis=axis, fmt=fmt), scales, axis=axis, fmt=fmt)
 
 
+@functools.partial(jax.jit, static_argnames=("axis", "spec"))
 def operand(
     x: jax.Array,
     *,
@@ -91,6 +96,7 @@ def load(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat) -> ja
     return dequantize(codes, scales, axis=axis, fmt=fmt).astype(jnp.bfloat16)
 
 
+@functools.partial(jax.jit, static_argnames=("contract", "scale", "dtype"))
 def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
