@@ -2,7 +2,7 @@
 
 A backend is a module with these six functions. What `operand` and `load` return is the backend's
 own: whatever its `matmul` takes. Here it is the dequantized values in bfloat16, which holds every
-element times every scale exactly. Each is compiled as a unit, so that it is quick outside `jit` too.
+element times every scale exactly. Each is compiled as a unit, to be quick outside `jit` too.
 """
 
 import functools
