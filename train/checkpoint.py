@@ -1,13 +1,14 @@
 """The run folder and its checkpoints: enough to continue a run to the same bits.
 
     config.json    the resolved configuration
-    plan.json      the plan in force, once there is one; a checkpoint holds its digest
+    plan.json      the plan in force, once there is one
     metrics.jsonl  a line per step and per evaluation
     checkpoints/   parameters, optimizer state and step (Orbax), and the votes amid calibration
     loss.png, plan.png
 
-The order of the data is a function of (seed, step), so the step is the data's whole state. A
-fingerprint of the tokens is kept beside it, since other text under the same name would go unseen.
+The order of the data is a function of (seed, step), so the step is the data's whole state. With it
+a checkpoint keeps digests of the tokens, the configuration and the plan: a run whose text or files
+were changed meanwhile does not continue as if it were the same.
 """
 
 import dataclasses
@@ -93,23 +94,34 @@ class RunFolder:
         return RunConfig.from_json(text, where=str(self.config_file))
 
     def save(self, snapshot: Snapshot, *, data: str) -> None:
-        """Saves a snapshot, unless it is saved already; `data` is the corpus's fingerprint."""
+        """Saves a snapshot, unless it is saved already; its plan must be in `plan_file`.
+
+        Args:
+          snapshot: what to save.
+          data: fingerprint of the corpus.
+
+        Raises:
+          UserError: the disk is full or the folder can't be written.
+        """
         manager = self._open()
         if manager.latest_step() == snapshot.step:
             return
-        if snapshot.plan is not None:
-            snapshot.plan.save(self.plan_file)
         run = {
             "data": data,
+            "config": _digest(self.config_file),
             "plan": None if snapshot.plan is None else _digest(self.plan_file),
             "votes": votes_to_json(snapshot.votes),
         }
-        manager.save(
-            snapshot.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(snapshot.state), run=ocp.args.JsonSave(run)
-            ),
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(snapshot.state), run=ocp.args.JsonSave(run)
         )
+        try:
+            manager.save(snapshot.step, args=arguments)
+        except OSError as error:
+            raise UserError(
+                f"run folder {self.path}: step {snapshot.step} can't be saved ({error}); make room, "
+                "then continue from the checkpoint before with --resume"
+            ) from error
 
     def restore(self, state: PyTree, *, data: str) -> Snapshot:
         """Restores the last checkpoint.
@@ -119,7 +131,7 @@ class RunFolder:
           data: fingerprint of the corpus that the run is about to continue on.
 
         Raises:
-          UserError: no checkpoint, a damaged one, or one of other data or another model.
+          UserError: no checkpoint, a damaged one, or one of other text, configuration or plan.
         """
         manager = self._open()
         step = manager.latest_step()
@@ -131,29 +143,33 @@ class RunFolder:
         where = f"checkpoint {self.path / 'checkpoints' / str(step)}"
         try:
             run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
+            self._check(self.config_file, run["config"])
             if run["data"] != data:
                 raise UserError(
                     f"{where}: the run was on other text (fingerprint {run['data']}, now {data}); "
                     "restore the text that the run started on"
                 )
+            plan = None
+            if run["plan"] is not None:
+                plan = ah.Plan.load(self.plan_file)
+                self._check(self.plan_file, run["plan"])
             arguments = ocp.args.Composite(state=ocp.args.StandardRestore(state))
             restored = manager.restore(step, args=arguments).state
+        except ah.PlanError:
+            raise
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise UserError(
-                f"{where} can't be restored ({error}); it is damaged or of another model: remove "
-                "it to continue from the one before, or start again in another --run-dir"
+                f"{where} can't be restored ({error}); it is damaged: remove it to continue from "
+                "the one before, or start again in another --run-dir"
             ) from error
-        plan = None if run["plan"] is None else self._read_plan(run["plan"])
         return Snapshot(step=step, state=restored, plan=plan, votes=votes_from_json(run["votes"]))
 
-    def _read_plan(self, digest: str) -> ah.Plan:
-        plan = ah.Plan.load(self.plan_file)
-        if _digest(self.plan_file) != digest:
+    def _check(self, file: Path, digest: str) -> None:
+        if _digest(file) != digest:
             raise UserError(
-                f"{self.plan_file} was changed since the run's last checkpoint; put the run's own "
-                "back, or start a new run with --plan"
+                f"{file} was changed since the run's last checkpoint; put the run's own back, or "
+                "start a new run in another --run-dir"
             )
-        return plan
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:

@@ -204,7 +204,7 @@ PRESETS: Mapping[Preset, RunConfig] = {
         optim=OptimConfig(lr=3e-3, warmup=40),
         tokenizer="bytes",
         vocab_size=2_048,
-        steps=400,
+        steps=300,
         batch=16,
         seq_len=128,
         eval_every=100,

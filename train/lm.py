@@ -210,6 +210,7 @@ def enter_phase(job: Job, plan: ah.Plan | None) -> Phase:
         print(f"calibrating: {job.config.calibration_steps} steps with nothing quantised")
         step_fn = make_step(job.model, job.config, calibrating=True)
         return Phase("calibrate", None, step_fn, make_evaluate(job.model, job.batches))
+    plan.save(job.folder.plan_file)
     print(report.plan_tables(plan, job.layers))
     report.draw_plan(plan, job.layers, job.folder.path / "plan.png")
     model = job.model.clone(plan=plan)

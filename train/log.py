@@ -48,7 +48,7 @@ class RunLog:
         self._task = self._progress.add_task(
             "", completed=start, total=config.steps, loss=float("nan"), speed=0.0
         )
-        _drop_after(file, start)
+        _drop_after(file, start, total=config.steps)
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -155,14 +155,14 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def _drop_after(file: Path, start: int) -> None:
-    """Takes out what came after the checkpoint that a run resumes from."""
+def _drop_after(file: Path, start: int, *, total: int) -> None:
+    """Takes out what came after the checkpoint that a run resumes from, and the last evaluation."""
     if not file.exists():
         return
     kept = [
         line
         for line in read_metrics(file)
-        if line["step"] < start or ("loss" not in line and line["step"] <= start)
+        if line["step"] < start or ("loss" not in line and line["step"] == start < total)
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 

@@ -230,10 +230,10 @@ def drop_plan(run):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [(damage_config, "not a run configuration"),
-     (widen_config, "it is damaged or of another model"),
+     (widen_config, "config.json was changed since"),
      (drop_checkpoints, "holds no checkpoint"),
-     (damage_checkpoint, "it is damaged or of another model"),
-     (change_plan, "was changed since"),
+     (damage_checkpoint, "it is damaged: remove it"),
+     (change_plan, "plan.json was changed since"),
      (drop_plan, "plan.json")],
 )  # fmt: skip
 def test_resume_of_a_spoilt_run(spoil, message, run, capsys):

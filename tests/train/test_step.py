@@ -30,7 +30,7 @@ def tokens(config, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB, shape, dtype=np.int32)
 
 
-@pytest.mark.parametrize("quant", ["full", "mxfp4", "iht"])
+@pytest.mark.parametrize("quant", ["full", "iht"])
 def test_step_moves_every_parameter_and_compiles_once(quant):
     step, state, config = setup(ah.Plan.uniform(quant))
     before = jax.device_get(state.params)
@@ -50,27 +50,22 @@ def test_step_moves_every_parameter_and_compiles_once(quant):
 
 
 def test_calibrating_step_is_a_full_step_with_labels():
-    plain, state, config = setup(ah.Plan.full())
-    calibrating, state_too, _ = setup(ah.Plan.full(), calibrating=True)
-    state, metrics, _ = plain(state, tokens(config))
-    state_too, metrics_too, labels = calibrating(state_too, tokens(config))
-    chex.assert_trees_all_close(metrics, metrics_too, rtol=1e-6)
-    # Adam's first step is the sign of a gradient: where that is near nothing the two may differ.
-    chex.assert_trees_all_close(state.params, state_too.params, atol=1e-4)
-    assert len(labels) == 7
-    assert all(
-        codes.shape == (3,) and set(codes.tolist()) <= {0, 1, 2} for codes in labels.values()
-    )
-
-
-def test_micro_batches_give_the_same_gradient_and_labels():
-    results = []
+    """And micro-batches give it the same gradient and the same labels."""
+    step, state, config = setup(ah.Plan.full())
+    plain, plain_metrics, _ = step(state, tokens(config))
+    labels_seen = []
     for accumulate in (1, 4):
         step, state, config = setup(ah.Plan.full(), calibrating=True, accumulate=accumulate)
-        results.append(step(state, tokens(config))[1:])
-    (whole, labels), (parts, labels_too) = results
-    chex.assert_trees_all_close(whole, parts, rtol=1e-5)
-    chex.assert_trees_all_equal(labels, labels_too)
+        state, metrics, labels = step(state, tokens(config))
+        chex.assert_trees_all_close(metrics, plain_metrics, rtol=1e-5)
+        # Adam's first step is a gradient's sign: where that is near nothing the two may differ.
+        moved = jax.tree.map(lambda a, b: jnp.abs(a - b).max(), state.params, plain.params)
+        assert max(jax.tree.leaves(moved)) < 0.1 * config.optim.lr
+        labels_seen.append(jax.device_get(labels))
+    whole, parts = labels_seen
+    chex.assert_trees_all_equal(whole, parts)
+    assert len(whole) == 7 and all(codes.shape == (3,) for codes in whole.values())
+    assert {code for codes in whole.values() for code in codes.tolist()} <= {0, 1, 2}
 
 
 def test_stochastic_rounding_is_a_function_of_seed_and_step():
