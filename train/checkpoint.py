@@ -119,8 +119,8 @@ class RunFolder:
             manager.save(snapshot.step, args=arguments)
         except OSError as error:
             raise UserError(
-                f"run folder {self.path}: step {snapshot.step} can't be saved ({error}); make room, "
-                "then continue from the checkpoint before with --resume"
+                f"run folder {self.path}: step {snapshot.step} can't be saved ({error}); make "
+                "room, then continue from the checkpoint before with --resume"
             ) from error
 
     def restore(self, state: PyTree, *, data: str) -> Snapshot:

@@ -1,5 +1,7 @@
 """One step: what it changes, that it compiles once, and what it draws its random bits from."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,16 +15,25 @@ from train.model import Llama
 pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
 
 VOCAB = 64
+FULL = ah.Plan.full()
+STOCHASTIC = ah.Plan.uniform("iht").with_stochastic_dy()
 
 
-def setup(plan, *, calibrating=False, **options):
+@functools.cache
+def compiled(plan, *, calibrating=False, accumulate=1):
+    """The step with its configuration and model; each is compiled once for all tests."""
     given = {
         "layers": 1, "width": 32, "heads": 2, "kv_heads": 1, "mlp_width": 48,
         "seq_len": 24, "batch": 4, "warmup": 0, "steps": 40,
     }  # fmt: skip
-    config = resolve(Options(**{**given, **options}), platform="cpu")
+    config = resolve(Options(**given, accumulate=accumulate), platform="cpu")
     model = Llama(config.model, VOCAB, plan=plan)
-    return make_step(model, config, calibrating=calibrating), init_state(model, config), config
+    return make_step(model, config, calibrating=calibrating), config, model
+
+
+def setup(plan, **options):
+    step, config, model = compiled(plan, **options)
+    return step, init_state(model, config), config
 
 
 def tokens(config, seed=0):
@@ -30,9 +41,9 @@ def tokens(config, seed=0):
     return np.random.default_rng(seed).integers(0, VOCAB, shape, dtype=np.int32)
 
 
-@pytest.mark.parametrize("quant", ["full", "iht"])
-def test_step_moves_every_parameter_and_compiles_once(quant):
-    step, state, config = setup(ah.Plan.uniform(quant))
+@pytest.mark.parametrize("plan", [FULL, STOCHASTIC], ids=["full", "iht"])
+def test_step_moves_every_parameter_and_compiles_once(plan):
+    step, state, config = setup(plan)
     before = jax.device_get(state.params)
     for i in range(3):
         state, metrics, labels = step(state, tokens(config, seed=i))
@@ -51,11 +62,11 @@ def test_step_moves_every_parameter_and_compiles_once(quant):
 
 def test_calibrating_step_is_a_full_step_with_labels():
     """And micro-batches give it the same gradient and the same labels."""
-    step, state, config = setup(ah.Plan.full())
+    step, state, config = setup(FULL)
     plain, plain_metrics, _ = step(state, tokens(config))
     labels_seen = []
     for accumulate in (1, 4):
-        step, state, config = setup(ah.Plan.full(), calibrating=True, accumulate=accumulate)
+        step, state, config = setup(FULL, calibrating=True, accumulate=accumulate)
         state, metrics, labels = step(state, tokens(config))
         chex.assert_trees_all_close(metrics, plain_metrics, rtol=1e-5)
         # Adam's first step is a gradient's sign: where that is near nothing the two may differ.
@@ -69,8 +80,7 @@ def test_calibrating_step_is_a_full_step_with_labels():
 
 
 def test_stochastic_rounding_is_a_function_of_seed_and_step():
-    plan = ah.Plan.uniform("iht").with_stochastic_dy()
-    step, start, config = setup(plan)
+    step, start, config = setup(STOCHASTIC)
 
     def params_after(**changes):
         state = jax.tree.map(jnp.copy, start)
