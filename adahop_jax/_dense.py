@@ -21,6 +21,7 @@ from jax import lax
 
 from adahop_jax._plan import PRODUCTS, LayerPlan, Product
 from adahop_jax._product import Saved, Seeds, product, product_seeds, save
+from adahop_jax.reference.bits import rounded
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 
@@ -70,15 +71,17 @@ def _forward(
     backend: str | None,
 ) -> tuple[jax.Array, Any]:
     common: Any = {"out_dtype": dtype, "precision": precision, "backend": backend}
-    x_cast, w_cast = x.astype(dtype), w.astype(dtype)
+    x_rounded = _flat(rounded(x, dtype))
     if plan.fwd.is_full:
-        y = dot(x_cast, w_cast)
+        y = dot(x.astype(dtype), w.astype(dtype))
     else:
-        y = product("fwd", _flat(x_cast), w_cast, plan=plan.fwd, seeds=seeds["fwd"], **common)
+        y = product(
+            "fwd", x_rounded, rounded(w, dtype), plan=plan.fwd, seeds=seeds["fwd"], **common
+        )
         y = y.reshape(*x.shape[:-1], w.shape[1])
     kept: jax.Array | Saved = x
     if not plan.wgrad.is_full:
-        kept = save(_flat(x_cast), plan=plan.wgrad, seeds=seeds["wgrad"], backend=backend)
+        kept = save(x_rounded, plan=plan.wgrad, seeds=seeds["wgrad"], backend=backend)
     # An empty array carries x's dtype, which its packed view does not know.
     return y, (kept, w, seeds, jnp.zeros((0,), x.dtype))
 
@@ -94,16 +97,16 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, None]:
     kept, w, seeds, like_x = residuals
     common: Any = {"precision": precision, "backend": backend}
-    w_cast = w.astype(dtype)
     x_shape = (*dy.shape[:-1], w.shape[0])
+    dy_rounded = _flat(rounded(dy, dtype))
     if plan.dgrad.is_full:
         like = jax.ShapeDtypeStruct(x_shape, dtype)
-        (dx,) = jax.linear_transpose(lambda x: dot(x, w_cast), like)(dy)
+        (dx,) = jax.linear_transpose(lambda x: dot(x, w.astype(dtype)), like)(dy)
     else:
         dx = product(
             "dgrad",
-            _flat(dy),
-            w_cast,
+            dy_rounded,
+            rounded(w, dtype),
             plan=plan.dgrad,
             seeds=seeds["dgrad"],
             out_dtype=dtype,
@@ -111,12 +114,12 @@ def _backward(
         ).reshape(x_shape)
     if plan.wgrad.is_full:
         x_cast = kept.astype(dtype)
-        (dw,) = jax.linear_transpose(lambda w: dot(x_cast, w), w_cast)(dy)
+        (dw,) = jax.linear_transpose(lambda w: dot(x_cast, w), w.astype(dtype))(dy)
     else:
         dw = product(
             "wgrad",
             kept,
-            _flat(dy),
+            dy_rounded,
             plan=plan.wgrad,
             seeds=seeds["wgrad"],
             out_dtype=w.dtype,

@@ -29,6 +29,18 @@ def from_bits(bits: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """`x.astype(dtype)`, whatever becomes of it.
+
+    XLA on GPUs drops a rounding to bfloat16 or float16 whose result is cast back to float32.
+    """
+    if dtype == jnp.bfloat16:
+        x = lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
+    narrow = x.astype(dtype)
+    # `reduce_precision` would flush float16's subnormals.
+    return lax.optimization_barrier(narrow) if dtype == jnp.float16 else narrow
+
+
 def normal_or_zero(x: jax.Array) -> jax.Array:
     """Values as float32, subnormal ones as zeros of their sign: some machines do so anyway."""
     bits = to_bits(x)

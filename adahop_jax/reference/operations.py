@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from adahop_jax._formats import MXFormat, OperandSpec
+from adahop_jax.reference.bits import rounded
 from adahop_jax.reference.hadamard import hadamard, pad, random_signs
 from adahop_jax.reference.philox import uniform
 from adahop_jax.reference.quantize import decode, encode, pack, unpack
@@ -127,7 +128,7 @@ def matmul(
         y = y.at[rows[0], :].set(rows[1])
     if columns is not None:
         y = y.at[:, columns[0]].set(columns[1])
-    return y.astype(dtype)
+    return rounded(y, dtype)
 
 
 def squared_norms(x: jax.Array, *, axis: int) -> jax.Array:
