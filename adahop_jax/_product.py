@@ -16,7 +16,7 @@ from jax import lax
 from adahop_jax._dispatch import resolve
 from adahop_jax._plan import CONTRACT, OPERANDS, OutlierSpec, Product, ProductPlan, Tensor
 from adahop_jax._random import seed_of
-from adahop_jax.reference.operations import rotate
+from adahop_jax.reference.operations import dot, rotate
 
 SIGNS = "signs"
 Seeds = dict[str, jax.Array]
@@ -118,7 +118,7 @@ def product(
 
     rows = columns = None
     if plan.outliers is not None:
-        side = functools.partial(_dot, name, precision)
+        side = functools.partial(dot, contract=CONTRACT[name], precision=precision)
         if plan.outliers.tensor == lhs_name:
             index, taken = _take(lhs, 1 - lhs_axis, plan.outliers, ops)
             rows = index, side(taken, rhs)
@@ -178,13 +178,6 @@ def _largest(x: jax.Array, *, axis: int, outliers: OutlierSpec, ops: ModuleType)
     """Indices along `axis` of the k largest rows or columns, int32, ties to the lower index."""
     k = outliers.count(x.shape[axis])
     return lax.top_k(ops.squared_norms(x, axis=1 - axis), k)[1]
-
-
-def _dot(name: Product, precision: lax.PrecisionLike, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    """The side product: operands in `dtype`, accumulated in float32."""
-    a, b = CONTRACT[name]
-    dims = (((a,), (b,)), ((), ()))
-    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _undo(plan: ProductPlan) -> float:

@@ -122,13 +122,27 @@ def matmul(
     Returns:
       (rows, columns) of `dtype`.
     """
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    y = lax.dot_general(lhs, rhs, dims, preferred_element_type=jnp.float32) * jnp.float32(scale)
+    y = dot(lhs, rhs, contract=contract) * jnp.float32(scale)
     if rows is not None:
         y = y.at[rows[0], :].set(rows[1])
     if columns is not None:
         y = y.at[:, columns[0]].set(columns[1])
     return rounded(y, dtype)
+
+
+def dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    contract: tuple[int, int],
+    precision: lax.PrecisionLike = None,
+) -> jax.Array:
+    """The product of two 2-D arrays over the axes `contract`, in float32 from the first sum on."""
+    if jax.default_backend() == "cpu":
+        # XLA there has no bfloat16 product with a float32 result for every layout that vmap makes.
+        lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(lhs, rhs, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def squared_norms(x: jax.Array, *, axis: int) -> jax.Array:
