@@ -22,8 +22,8 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from adahop_jax._observe import PROBE, LayerStatistics, merge_layer, zero_probe
 from adahop_jax._patterns import CODES, matrix_statistics, pattern_code
-from adahop_jax._plan import Pattern, Patterns, Plan, PlanError
-from adahop_jax._strategy import LEVELS, Level, layer_plan
+from adahop_jax._plan import Level, Pattern, Patterns, Plan, PlanError
+from adahop_jax._strategy import LEVELS, layer_plan
 from adahop_jax.nn import Dense
 
 Statistics = dict[str, LayerStatistics]
@@ -42,12 +42,14 @@ class LayerInfo(NamedTuple):
       path: of the module.
       tokens: rows of X in one call.
       in_features, out_features: the kernel's dims.
+      copies: layers that share the path, their kernels stacked (`nn.scan`).
     """
 
     path: str
     tokens: int
     in_features: int
     out_features: int
+    copies: int = 1
 
 
 def layers(fn: Callable[..., Any], *args: Any) -> tuple[LayerInfo, ...]:
@@ -55,7 +57,8 @@ def layers(fn: Callable[..., Any], *args: Any) -> tuple[LayerInfo, ...]:
 
     Args:
       fn: calls a Flax model; traced, never run.
-      *args: arrays, or `jax.ShapeDtypeStruct`s in their place.
+      *args: arrays, or `jax.ShapeDtypeStruct`s in their place. Copies of stacked layers are counted
+        where the first is the model's variables.
     """
     found: dict[str, LayerInfo] = {}
 
@@ -71,7 +74,13 @@ def layers(fn: Callable[..., Any], *args: Any) -> tuple[LayerInfo, ...]:
     # again; a trace under metadata of its own is never found in their cache.
     with nn.intercept_methods(record), set_xla_metadata(adahop_layers=str(next(_trace_id))):
         jax.eval_shape(fn, *args)
-    return tuple(found.values())
+    params = args[0].get("params") if args and isinstance(args[0], Mapping) else None
+    if params is None:
+        return tuple(found.values())
+    return tuple(
+        layer._replace(copies=math.prod(_kernel(params, layer.path).shape[:-2]))
+        for layer in found.values()
+    )
 
 
 def observe(

@@ -20,7 +20,7 @@ class Row:
       why: the table's key, left-right in the authors' orientation; empty for a plan made by hand.
       k: rows or columns extracted.
       backend: what runs the quantized part; empty for a product in full.
-      multiply_adds: of the whole product.
+      multiply_adds: of the whole product, in all copies of a stacked layer.
       share_in_dtype: of the multiply-adds, how many stay in `dtype`.
     """
 
@@ -101,7 +101,7 @@ def _row(plan: Plan, layer: LayerInfo, product: Product, backend: str | None) ->
         why=why,
         k=k,
         backend="" if product_plan.is_full else resolve(backend)[0],
-        multiply_adds=layer.tokens * layer.in_features * layer.out_features,
+        multiply_adds=layer.copies * layer.tokens * layer.in_features * layer.out_features,
         share_in_dtype=1.0 if product_plan.is_full else k / max(size, 1),
     )
 

@@ -136,11 +136,11 @@ class OperandSpec:
                 "use scale_rule='ceil' with rounding='stochastic'"
             )
         real = isinstance(self.pre_scale, int | float) and not isinstance(self.pre_scale, bool)
-        if not (real and math.isfinite(self.pre_scale) and self.pre_scale > 0):
-            raise ValueError(f"pre_scale must be finite and positive, got {self.pre_scale!r}")
+        if not (real and 2.0**-64 <= self.pre_scale <= 2.0**64):
+            raise ValueError(f"pre_scale must be between 2^-64 and 2^64, got {self.pre_scale!r}")
         size = self.hadamard
-        if not is_integer(size) or (size and (size < 2 or size & (size - 1))):
-            raise ValueError(f"hadamard must be 0 or a power of two, got {size!r}")
+        if not is_integer(size) or (size and (not 2 <= size <= 1024 or size & (size - 1))):
+            raise ValueError(f"hadamard must be 0 or a power of two up to 1024, got {size!r}")
         if self.signs == "random" and not size:
             raise ValueError("signs='random' needs a transform; set hadamard, e.g. to 32")
 

@@ -18,6 +18,7 @@ from typing import Literal, Self
 from adahop_jax._formats import OperandSpec, is_integer
 
 Product = Literal["fwd", "dgrad", "wgrad"]
+Level = Literal[1, 2]
 Tensor = Literal["x", "w", "dy"]
 
 PRODUCTS: tuple[Product, ...] = ("fwd", "dgrad", "wgrad")
@@ -186,6 +187,7 @@ class LayerPlan:
 
     def __post_init__(self) -> None:
         for product in PRODUCTS:
+            _instance(product, self[product], ProductPlan)
             oe = self[product].outliers
             if oe is not None and oe.tensor not in OPERANDS[product]:
                 raise ValueError(
@@ -210,6 +212,12 @@ class LayerPlan:
         return any(self[product].is_random for product in PRODUCTS)
 
 
+def _instance[T](where: str, value: T, kind: type) -> T:
+    if not isinstance(value, kind):
+        raise TypeError(f"{where} is a {type(value).__name__}; wanted a {kind.__name__}")
+    return value
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A `LayerPlan` for every layer of a model, by the layer's module path.
@@ -222,9 +230,13 @@ class Plan:
 
     layers: tuple[tuple[str, LayerPlan], ...] = ()
     default: LayerPlan | None = None
-    level: int | None = None
+    level: Level | None = None
 
     def __post_init__(self) -> None:
+        if self.default is not None:
+            _instance("plan: default", self.default, LayerPlan)
+        for path, layer in _instance("plan: layers", self.layers, tuple):
+            _instance(f"plan: {path}", layer, LayerPlan)
         paths = self.paths
         twice = sorted({path for path in paths if paths.count(path) > 1})
         if twice:
@@ -329,7 +341,11 @@ class Plan:
         return _plan_json.from_json(text)
 
     def save(self, file: str | os.PathLike) -> None:
-        """Writes the plan as JSON; see `Plan.load`."""
+        """Writes the plan as JSON, whole or not at all; see `Plan.load`.
+
+        Raises:
+          PlanError: the file cannot be written.
+        """
         from adahop_jax import _plan_json
 
         _plan_json.save(self, file)

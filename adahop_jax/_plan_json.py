@@ -51,7 +51,7 @@ def from_json(text: str, *, where: str = "plan") -> Plan:
     """
     try:
         document = json.loads(text, object_pairs_hook=_unique_keys)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PlanError(f"{where}: not JSON ({error}); pass a file that Plan.save wrote") from error
     if not isinstance(document, dict) or document.get("kind") != KIND:
         raise PlanError(f"{where}: not a plan: no {KIND!r} in it; pass a file that Plan.save wrote")
@@ -77,15 +77,18 @@ def save(plan: Plan, file: str | os.PathLike) -> None:
     """Writes the plan to a file, whole or not at all."""
     path = Path(file)
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_json(plan), encoding="utf-8")
-    os.replace(partial, path)
+    try:
+        partial.write_text(to_json(plan), encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise PlanError(f"{file}: cannot write the plan ({error}); check the path") from error
 
 
 def load(file: str | os.PathLike) -> Plan:
     """Reads a plan from a file; see `Plan.load`."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # not UTF-8, or no path at all
         raise PlanError(f"{file}: cannot read the plan ({error}); check the path") from error
     return from_json(text, where=str(file))
 

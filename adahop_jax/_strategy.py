@@ -11,6 +11,7 @@ from typing import Literal
 from adahop_jax._plan import (
     PRODUCTS,
     LayerPlan,
+    Level,
     Pattern,
     Patterns,
     Product,
@@ -19,7 +20,6 @@ from adahop_jax._plan import (
 )
 
 Cell = Literal["iht", "oe_left", "oe_right", "full"]
-Level = Literal[1, 2]
 LEVELS: tuple[Level, ...] = (1, 2)
 
 R, C, N = Pattern.ROW, Pattern.COLUMN, Pattern.NONE

@@ -5,6 +5,8 @@ labels the patterns of X, W and dY of every layer; the parameters train on. The 
 labels decides the plan, and the run continues with it from the very next step.
 """
 
+import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import adahop_jax as ah
-from train.configs import RunConfig
+from train.configs import Level, RunConfig, UserError
 from train.model import Llama, next_token_loss
 
 PyTree = Any
@@ -43,19 +45,38 @@ def uniform_plan(config: RunConfig) -> ah.Plan | None:
     return rounded(ah.Plan.uniform("full" if config.quant == "bf16" else config.quant), config)
 
 
-def load_plan(path: Path, model: Llama, config: RunConfig) -> ah.Plan:
+def load_plan(
+    path: Path, model: Llama, config: RunConfig, *, level: Level | None
+) -> tuple[ah.Plan, RunConfig]:
     """Loads the plan of an earlier calibration and holds it against the model.
+
+    Args:
+      path: of the plan.
+      model: with nothing quantised.
+      config: of the run.
+      level: that the user asked for, if any.
+
+    Returns:
+      The plan, and the configuration with its level and digest.
 
     Raises:
       ah.PlanError: unreadable, of another version, or of another model.
+      UserError: of another level than asked for.
     """
     plan = ah.Plan.load(path)
+    if level not in (None, plan.level):
+        raise UserError(
+            f"{path}: the plan is of level {plan.level}, and --level is {level}; "
+            "leave --level out, or calibrate"
+        )
     try:
-        layers = find_layers(model.clone(plan=plan), config)
-        plan.check(layer.path for layer in layers)
+        plan.check(layer.path for layer in find_layers(model, config))
+        find_layers(model.clone(plan=plan), config)
     except ah.PlanError as error:
         raise ah.PlanError(f"{path}: {error}") from error
-    return rounded(plan, config)
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
+    config = dataclasses.replace(config, plan=digest, level=plan.level or config.level)
+    return rounded(plan, config), config
 
 
 def decide(votes: Sequence[Labels], layers: Sequence[ah.LayerInfo], config: RunConfig) -> ah.Plan:

@@ -3,7 +3,8 @@
     config.json    the resolved configuration
     plan.json      the plan in force, once there is one
     metrics.jsonl  a line per step and per evaluation
-    checkpoints/   parameters, optimizer state and step (Orbax), and the votes amid calibration
+    checkpoints/   parameters, optimizer state and step (Orbax), the votes amid calibration, and
+                   a digest of every file of theirs
     loss.png, plan.png
 
 The order of the data is a function of (seed, step), so the step is the data's whole state. With it
@@ -13,6 +14,7 @@ were changed meanwhile does not continue as if it were the same.
 
 import dataclasses
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from train.data import Corpus
 PyTree = Any
 
 _KEPT = 2
-_FINGERPRINT_TOKENS = 1 << 16
+_FINGERPRINT_TOKENS = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +63,24 @@ class RunFolder:
         """A line per step and per evaluation."""
         return self.path / "metrics.jsonl"
 
-    def refuse_used(self) -> None:
-        """Raises a UserError unless a new run can start here."""
+    def refuse_used(self, config: RunConfig) -> None:
+        """Raises a UserError unless a run of `config` can start here.
+
+        It can in a new or empty folder, and where the same run ended before its first checkpoint.
+        """
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"run folder {self.path} is a file; name a folder with --run-dir")
-        if self.path.is_dir() and any(self.path.iterdir()):
+        if not self.path.is_dir() or not any(self.path.iterdir()):
+            return
+        if self._steps():
             raise UserError(
                 f"run folder {self.path} is not empty, and a new run would overwrite it; add "
                 "--resume to continue that run, or name another folder with --run-dir"
+            )
+        if not self.config_file.exists() or self.read_config() != config:
+            raise UserError(
+                f"run folder {self.path} is not empty and holds no checkpoint to continue from; "
+                "remove it, or name another folder with --run-dir"
             )
 
     def create(self, config: RunConfig) -> None:
@@ -117,6 +129,7 @@ class RunFolder:
         )
         try:
             manager.save(snapshot.step, args=arguments)
+            self._digests_file(snapshot.step).write_text(json.dumps(self._digests(snapshot.step)))
         except OSError as error:
             raise UserError(
                 f"run folder {self.path}: step {snapshot.step} can't be saved ({error}); make "
@@ -138,10 +151,11 @@ class RunFolder:
         if step is None:
             raise UserError(
                 f"run folder {self.path} holds no checkpoint, the run ended before its first; "
-                "start again in another --run-dir"
+                "start it again without --resume"
             )
-        where = f"checkpoint {self.path / 'checkpoints' / str(step)}"
+        where = f"checkpoint {self._step_folder(step)}"
         try:
+            self._check_files(step)
             run = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore())).run
             self._check(self.config_file, run["config"])
             if run["data"] != data:
@@ -164,6 +178,39 @@ class RunFolder:
             ) from error
         return Snapshot(step=step, state=restored, plan=plan, votes=votes_from_json(run["votes"]))
 
+    def _step_folder(self, step: int) -> Path:
+        return self.path / "checkpoints" / str(step)
+
+    def _steps(self) -> list[int]:
+        """Steps of the checkpoints that are here."""
+        found = (self.path / "checkpoints").glob("*")
+        return [int(path.name) for path in found if path.name.isdigit()]
+
+    def _digests_file(self, step: int) -> Path:
+        return self._step_folder(step) / "digests.json"
+
+    def _digests(self, step: int) -> dict[str, str]:
+        """Digest of every file of a checkpoint, but the one that keeps them."""
+        folder = self._step_folder(step)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {
+            str(file.relative_to(folder)): _digest(file)
+            for file in files
+            if file != self._digests_file(step)
+        }
+
+    def _check_files(self, step: int) -> None:
+        """Raises a ValueError unless the checkpoint's files are as they were written.
+
+        Orbax does not notice changed bytes, and says nothing that could be told from other faults
+        where a file is cut short.
+        """
+        kept = json.loads(self._digests_file(step).read_text())
+        here = self._digests(step)
+        wrong = sorted(name for name in kept if kept[name] != here.get(name))
+        if wrong:
+            raise ValueError(f"{wrong[0]} is missing or was changed")
+
     def _check(self, file: Path, digest: str) -> None:
         if _digest(file) != digest:
             raise UserError(
@@ -182,14 +229,15 @@ class RunFolder:
 
 
 def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def fingerprint(corpus: Corpus) -> str:
-    """Returns a short digest of the corpus: its sizes, and both ends of its tokens."""
+    """Returns a short digest of the corpus: its sizes and all of its tokens."""
     digest = hashlib.sha256()
     for tokens in (corpus.train, corpus.heldout):
         digest.update(str(len(tokens)).encode())
-        for part in (tokens[:_FINGERPRINT_TOKENS], tokens[-_FINGERPRINT_TOKENS:]):
-            digest.update(part.astype("<u4").tobytes())
+        for start in range(0, len(tokens), _FINGERPRINT_TOKENS):
+            digest.update(tokens[start : start + _FINGERPRINT_TOKENS].astype("<u4").tobytes())
     return digest.hexdigest()[:16]

@@ -18,7 +18,7 @@ from train.checkpoint import RunFolder
 from train.configs import RunConfig, UserError
 from train.log import read_metrics
 
-_RECIPE_FIELDS = ("quant", "level", "dy_rounding", "calibration_steps")
+_RECIPE_FIELDS = ("quant", "level", "dy_rounding", "plan")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +94,8 @@ def read_runs(paths: Sequence[Path]) -> dict[str, dict[int, Outcome]]:
 def recipe_name(config: RunConfig) -> str:
     """A short name of the run's recipe."""
     name = config.quant if config.quant != "adahop" else f"adahop level {config.level}"
+    if config.plan is not None:
+        name += f", plan {config.plan}"
     return name if config.dy_rounding == "nearest" else f"{name}, dY {config.dy_rounding}"
 
 

@@ -6,8 +6,9 @@ folder keeps the result as `config.json`, and a resumed run reads it back from t
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, Literal
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 Quant = Literal["bf16", "mxfp4", "iht", "adahop"]
 Level = Literal[1, 2]
@@ -93,7 +94,8 @@ class OptimConfig:
 class RunConfig:
     """Everything that decides a run's numbers.
 
-    A step sees `batch` sequences in `accumulate` micro-batches; `data` None is Shakespeare.
+    A step sees `batch` sequences in `accumulate` micro-batches; `data` None is Shakespeare; `plan`
+    is the digest of the plan file that took the place of calibration.
     """
 
     preset: Preset
@@ -103,6 +105,7 @@ class RunConfig:
     level: Level = 2
     dy_rounding: Rounding = "nearest"
     calibration_steps: int = 30
+    plan: str | None = None
     data: str | None = None
     tokenizer: str = "bpe"
     vocab_size: int = 16_384
@@ -148,18 +151,38 @@ class RunConfig:
         """Reads `to_json`'s text back; `where` names the file in errors."""
         try:
             fields = json.loads(text)
-            return cls(
-                **{
+            return _typed(
+                cls,
+                {
                     **fields,
-                    "model": ModelConfig(**fields["model"]),
-                    "optim": OptimConfig(**fields["optim"]),
-                }
+                    "model": _typed(ModelConfig, fields["model"]),
+                    "optim": _typed(OptimConfig, fields["optim"]),
+                },
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UserError(
                 f"{where}: not a run configuration of this version ({error}); "
                 "start a new run in another --run-dir"
             ) from error
+
+
+def _typed[T](cls: Callable[..., T], fields: Mapping[str, Any]) -> T:
+    """Returns cls(**fields), its fields' types checked; raises TypeError with the field's name."""
+    hints = get_type_hints(cls)
+    for name, value in fields.items():
+        if name in hints and not _fits(value, hints[name]):
+            raise TypeError(f"{name} is {value!r}")
+    return cls(**fields)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    if get_origin(hint) is Literal:
+        return any(value == option and type(value) is type(option) for option in get_args(hint))
+    if get_origin(hint) is types.UnionType:
+        return any(_fits(value, option) for option in get_args(hint))
+    if hint is float:
+        return type(value) in (int, float)
+    return type(value) is hint
 
 
 def replace(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -173,7 +173,7 @@ def prepare(options: Options) -> Job:
     if options.plan is None:
         plan = calibrate.uniform_plan(config)
     else:
-        plan = calibrate.load_plan(Path(options.plan), model, config)
+        plan, config = calibrate.load_plan(Path(options.plan), model, config, level=options.level)
     return Job(
         config=config,
         folder=folder,
@@ -281,7 +281,7 @@ def open_run(options: Options) -> tuple[RunConfig, RunFolder]:
         if options.run_dir is None:
             return config, unused_folder(f"{config.preset}-{config.quant}-seed{config.seed}")
         folder = RunFolder(Path(options.run_dir))
-        folder.refuse_used()
+        folder.refuse_used(config)
         return config, folder
     if options.run_dir is None:
         raise UserError("run: --resume needs the --run-dir of the run to continue")

@@ -150,9 +150,28 @@ class RunLog:
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a metrics.jsonl; a last line cut short is left out."""
-    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    """Returns the lines of a metrics.jsonl; a last line cut short is left out.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    if not file.exists():
+        return []
+    metrics = []
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
+        if not text.endswith(b"\n"):
+            break
+        try:
+            line = json.loads(text)
+            if type(line["step"]) is not int:
+                raise TypeError(f"step is {line['step']!r}")
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(
+                f"{file}, line {number}: not a line of metrics ({error!r}); remove the line: "
+                "a resumed run only adds to the file"
+            ) from error
+        metrics.append(line)
+    return metrics
 
 
 def _drop_after(file: Path, start: int, *, total: int) -> None:

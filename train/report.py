@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -11,10 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 import adahop_jax as ah
+from adahop_jax._plan import PRODUCTS, TENSORS
 from train.log import read_metrics
-
-PRODUCTS: tuple[Literal["fwd", "dgrad", "wgrad"], ...] = ("fwd", "dgrad", "wgrad")
-TENSORS = ("x", "w", "dy")
 
 
 def plan_tables(plan: ah.Plan, layers: Sequence[ah.LayerInfo]) -> str:
@@ -58,14 +55,16 @@ def draw_plan(plan: ah.Plan, layers: Sequence[ah.LayerInfo], file: Path) -> None
 def draw_loss(metrics_file: Path, file: Path, *, unigram: float) -> None:
     """Draws the training loss, its running mean and the held-out losses over the steps."""
     lines = read_metrics(metrics_file)
-    steps, losses = np.array([(x["step"] + 1, x["loss"]) for x in lines if "loss" in x]).T
+    trained = [(x["step"] + 1, x["loss"]) for x in lines if "loss" in x]
+    steps, losses = np.array(trained or np.empty((0, 2))).T
     held = [x for x in lines if "heldout" in x]
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     axes.plot(steps, losses, color="tab:blue", alpha=0.3, linewidth=0.8, label="training")
     window = max(1, len(losses) // 50)
-    smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
-    axes.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
+    if trained:
+        smooth = np.convolve(losses, np.ones(window) / window, mode="valid")
+        axes.plot(steps[window - 1 :], smooth, color="tab:blue", label=f"mean of {window} steps")
     at = [x["step"] for x in held]
     axes.plot(at, [x["heldout"] for x in held], "o-", color="tab:red", label="held-out")
     in_full = [x["heldout_full"] for x in held]
