@@ -150,7 +150,7 @@ def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr("os.replace", no_space)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ah.PlanError, match="cannot write the plan .no space left."):
         ah.Plan.full().save(file)
     assert ah.Plan.load(file) == EVERYTHING
 
