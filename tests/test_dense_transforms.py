@@ -280,3 +280,30 @@ class TestRefused:
         a, b = normal(0, 8, 40), normal(1, 40, 8)
         with pytest.raises(TypeError, match="no derivative of its own"):
             mode(lambda a: jnp.sum(ah.matmul(a, b, "iht")))(a)
+
+
+@pytest.mark.parametrize("tensor", ["x", "w", "dy"])
+def test_scan_in_bfloat16_with_several_outliers(tensor):
+    """XLA on CPUs has no bfloat16 product with a float32 result in every layout that scan makes."""
+    iht = ah.ProductPlan.iht()
+    products = {
+        name: ah.ProductPlan.iht(outliers=tensor, k=3) if tensor in operands else iht
+        for name, operands in (("fwd", "x w"), ("dgrad", "dy w"), ("wgrad", "x dy"))
+        if (operands := operands.split())
+    }
+    layer = ah.Dense(128, dtype=jnp.bfloat16, plan=ah.Plan(default=ah.LayerPlan(**products)))
+    x = jax.random.normal(jax.random.key(0), (64, 128), jnp.bfloat16)
+    variables = layer.init(jax.random.key(1), x)
+
+    def loss(variables, steps):
+        def body(x, _):
+            return layer.apply(variables, x), None
+
+        y = jax.lax.scan(body, x, None, length=steps)[0] if steps else layer.apply(variables, x)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    grad = jax.jit(jax.grad(loss), static_argnums=1)
+    once, direct = grad(variables, 1), grad(variables, 0)
+    for a, b in zip(jax.tree.leaves(once), jax.tree.leaves(direct), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2 * float(jnp.abs(b).max()))
+    assert all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(grad(variables, 3)))

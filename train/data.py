@@ -53,9 +53,9 @@ def load_tokens(spec: str | None, *, tokenizer: str, vocab_size: int, cache_dir:
       spec: None for Shakespeare's plays; a text file; a folder of .txt and .md files; a file of
         raw little-endian token ids ending in .u16 or .u32, which stays memory-mapped; or
         `hf:NAME[:SPLIT]`.
-      tokenizer: "bytes", "bpe" or the path of a tokenizer.json. A token file takes only its
-        vocabulary size from it.
-      vocab_size: of "bpe".
+      tokenizer: "bytes", "bpe" or the path of a tokenizer.json. A token file is not tokenized, and
+        takes the size of its vocabulary from a tokenizer.json alone.
+      vocab_size: of "bpe", and of a token file.
       cache_dir: for trained tokenizers and datasets.
 
     Raises:
@@ -63,8 +63,8 @@ def load_tokens(spec: str | None, *, tokenizer: str, vocab_size: int, cache_dir:
         token beyond the vocabulary; too little of it to split.
     """
     path = Path(spec or "")
-    if path.suffix in _TOKEN_FILES and not (spec or "").startswith("hf:"):
-        if tokenizer != "bpe":
+    if is_token_file(spec):
+        if tokenizer not in ("bytes", "bpe"):
             tok = load_tokenizer(tokenizer, (), cache_dir=cache_dir, vocab_size=vocab_size)
             vocab_size = tok.vocab_size
         train, heldout = _tail(_map_tokens(path, vocab_size), path)
@@ -90,6 +90,11 @@ def load_tokens(spec: str | None, *, tokenizer: str, vocab_size: int, cache_dir:
         description=f"{description}: {len(train):,} tokens to train on, {len(heldout):,} held out "
         f"({held})",
     )
+
+
+def is_token_file(spec: str | None) -> bool:
+    """Whether `spec` names a file of token ids, by its suffix."""
+    return not (spec or "").startswith("hf:") and Path(spec or "").suffix in _TOKEN_FILES
 
 
 def unigram_entropy(corpus: Corpus) -> float:
@@ -185,7 +190,7 @@ def _map_tokens(path: Path, vocab_size: int) -> Tokens:
             place = start + int(beyond[0])
             raise DataError(
                 f"data: {path}: token {place} is {int(tokens[place])}; wanted ids below the "
-                f"vocabulary's {vocab_size}; raise the vocabulary, or check the file's type"
+                f"vocabulary's {vocab_size}; raise it with --vocab-size, or check the file's type"
             )
     return tokens
 

@@ -18,6 +18,7 @@ from train.configs import (
     get,
     replace,
 )
+from train.data import is_token_file
 
 
 def _option(metavar: str) -> Any:
@@ -53,7 +54,7 @@ class Options:
     tokenizer: Str = None
     """bytes, bpe (byte-level, trained on the text and cached), or the path of a tokenizer.json"""
     vocab_size: Int = None
-    """size of the vocabulary to train with --tokenizer bpe"""
+    """size of the vocabulary to train with --tokenizer bpe, or of a token file's"""
     plan: Str = None
     """plan.json of an earlier calibration, used in place of a new one"""
     calibration_steps: Int = None
@@ -136,6 +137,17 @@ def resolve(options: Options, *, platform: str) -> RunConfig:
     if platform == "cpu":
         given.setdefault("dtype", "float32")
     config = replace(PRESETS[given.pop("preset", "nano")], given)
+    if platform == "cpu" and config.model.dtype == "float16":
+        raise UserError(
+            "run: --dtype float16 is not to be had on a CPU, where XLA lacks its products; "
+            "choose float32 or bfloat16"
+        )
+    if options.vocab_size is not None and config.tokenizer != "bpe":
+        if not is_token_file(config.data) or config.tokenizer != "bytes":
+            raise UserError(
+                f"run: --vocab-size is the size of a BPE to train or of a token file's vocabulary, "
+                f"and the tokenizer is {config.tokenizer}; leave it out, or add --tokenizer bpe"
+            )
     if config.quant != "adahop":
         for name in ("level", "calibration_steps", "plan"):
             if getattr(options, name) is not None:

@@ -126,14 +126,15 @@ def _hugging_face(spec: str, cache_dir: Path) -> list[str]:
         rows = datasets.load_dataset(name, split=split, cache_dir=os.fspath(cache_dir / "datasets"))
     except (DatasetsError, OSError, ValueError) as error:
         raise DataError(
-            f'data: {spec}: the datasets library can\'t load "{name}", split "{split}" ({error}); '
-            "check the name, the split and the network"
+            f'data: {spec}: the datasets library can\'t load "{name}", split "{split}" '
+            f"({error.__cause__ or error}); check the name, the split and the network"
         ) from error
-    strings = [c for c, feature in rows.features.items() if feature == datasets.Value("string")]
+    text_types = (datasets.Value("string"), datasets.Value("large_string"))
+    strings = [column for column, feature in rows.features.items() if feature in text_types]
     column = "text" if "text" in strings else strings[0] if len(strings) == 1 else None
     if column is None:
         raise DataError(
-            f"data: {spec} has the columns {sorted(rows.features)}; wanted one of strings named "
-            '"text", or only one of strings; rename it and load the dataset from a folder'
+            f"data: {spec} has the columns {dict(sorted(rows.features.items()))}; wanted one of "
+            'strings named "text", or only one of strings; rename it in a copy of the dataset'
         )
     return [text for text in rows[column] if text is not None]

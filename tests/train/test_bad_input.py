@@ -105,7 +105,8 @@ def test_text_that_cannot_be_read(name, tmp_path, capsys):
 def test_token_beyond_the_vocabulary(tmp_path, capsys):
     file = tmp_path / "ids.u16"
     file.write_bytes(np.array([1, 2, 300] * 100, "<u2").tobytes())
-    refused(arguments(tiny_options(tmp_path, data=str(file))), capsys, "token 2 is 300", "257")
+    options = tiny_options(tmp_path, data=str(file), vocab_size=257)
+    refused(arguments(options), capsys, "token 2 is 300", "257")
 
 
 def other_plans():

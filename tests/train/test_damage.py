@@ -159,3 +159,28 @@ def test_plan_that_lacks_layers_names_them_all(plan_file, capsys):
     missing = [path for path, _ in plan.layers[:2]]
     options = tiny_options(plan_file.parent, plan=str(plan_file))
     refused(arguments(options), capsys, *missing, "entries that no layer uses: spare")
+
+
+def test_token_file_takes_its_vocabulary_from_the_option(tmp_path, capsys):
+    np.arange(2000, dtype="<u2").tofile(tmp_path / "ids.u16")
+    given = {"data": str(tmp_path / "ids.u16"), "quant": "bf16"}
+    refused(
+        arguments(tiny_options(tmp_path, **given, vocab_size=300)),
+        capsys,
+        "token 300 is 300",
+        "raise it with --vocab-size",
+    )
+    assert lm.prepare(tiny_options(tmp_path, **given, vocab_size=2000)).corpus.vocab_size == 2000
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ({"tokenizer": "bytes", "vocab_size": 512}, "--vocab-size is the size of a BPE to train"),
+        ({"dtype": "float16"}, "--dtype float16 is not to be had on a CPU"),
+    ],
+    ids=["vocabulary-of-bytes", "float16-on-cpu"],
+)
+def test_options_that_would_do_nothing_or_fail_later(words, message, tmp_path, capsys):
+    refused(arguments(tiny_options(tmp_path, **words)), capsys, message)
+    assert not (tmp_path / "run").exists()

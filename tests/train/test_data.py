@@ -274,8 +274,7 @@ def test_token_beyond_the_vocabulary(position, tokenizer, tmp_path, monkeypatch)
     monkeypatch.setattr(data, "_CHUNK", 16)
     ids = np.zeros(100, int)
     ids[position:] = 300
-    size = 257 if tokenizer == "bytes" else 300
-    message = rf"token {position} is 300; wanted ids below the vocabulary's {size}; raise"
+    message = rf"token {position} is 300; wanted ids below the vocabulary's 300; raise it with"
     with pytest.raises(DataError, match=message):
         load(token_file(tmp_path, ids), tmp_path, tokenizer=tokenizer)
 
@@ -304,7 +303,7 @@ def test_missing_package(package, tmp_path, monkeypatch):
 def test_hugging_face_dataset_without_text(tmp_path):
     pytest.importorskip("datasets", reason="the optional package datasets isn't installed")
     write(tmp_path / "set" / "train.jsonl", b'{"a": "x", "b": "y"}\n')
-    with pytest.raises(DataError, match=r"columns \['a', 'b'\]; wanted one of strings"):
+    with pytest.raises(DataError, match=r"columns .*'b': Value\('string'\).*; wanted one of"):
         load(f"hf:{tmp_path / 'set'}", tmp_path)
 
 
