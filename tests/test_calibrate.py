@@ -83,6 +83,7 @@ def test_micro_batches_of_very_different_scale_merge(variables):
         np.testing.assert_allclose(merged, one, rtol=1e-5, atol=1e-12)
 
 
+@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batches_give_the_same_plan(variables, whole, axis_type):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
