@@ -1,36 +1,20 @@
 """Bad input: one clear error that says where, what, and what to do; exit code 2; nothing lost."""
 
 import dataclasses
-import hashlib
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import adahop_jax as ah
-from tests.train.tiny import arguments, tiny_options
+from tests.train.tiny import arguments, contents, refused, tiny_options
 from train import lm
 from train.configs import UserError
 from train.log import RunLog
 from train.options import resolve
 
 pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
-
-
-def contents(folder):
-    """Digest of every file below `folder`."""
-    files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def refused(argv, capsys, *fragments):
-    """Runs the command line; checks the exit code and the message's parts."""
-    assert lm.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and "Traceback" not in error
-    assert [part for part in fragments if part not in error] == [], error
 
 
 OPTIONS = {

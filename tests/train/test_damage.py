@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 import adahop_jax as ah
-from tests.train.test_bad_input import contents, refused
-from tests.train.tiny import arguments, tiny_options
+from tests.train.tiny import arguments, contents, refused, tiny_options
 from train import compare, lm
 from train.checkpoint import fingerprint
 from train.data import Corpus

@@ -1,7 +1,9 @@
 """The smallest runs that go through everything."""
 
+import hashlib
 from pathlib import Path
 
+from train import lm
 from train.options import Options
 
 # Text that repeats itself, so that a few steps show learning; 20 documents, one held out.
@@ -50,3 +52,17 @@ def arguments(options: Options) -> list[str]:
         elif value is not None and value is not False:
             words += [f"--{name.replace('_', '-')}", str(value)]
     return words
+
+
+def contents(folder):
+    """Digest of every file below `folder`."""
+    files = (path for path in sorted(Path(folder).rglob("*")) if path.is_file())
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def refused(argv, capsys, *fragments):
+    """Runs the command line; checks the exit code and the message's parts."""
+    assert lm.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and "Traceback" not in error
+    assert [part for part in fragments if part not in error] == [], error
