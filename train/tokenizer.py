@@ -165,6 +165,11 @@ def _read_cache(path: Path) -> str | None:
         digest, _, content = path.read_text(encoding="utf-8").partition("\n")
     except (FileNotFoundError, UnicodeDecodeError):
         return None
+    except NotADirectoryError as error:
+        raise DataError(
+            f"tokenizer: the cache folder {path.parent} is a file, or below one; name another "
+            "with --cache-dir"
+        ) from error
     except OSError as error:
         raise DataError(
             f"tokenizer: {path} can't be read ({error.strerror}); remove it, or name another cache"

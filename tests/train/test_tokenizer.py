@@ -155,10 +155,18 @@ def test_lone_surrogate(spec, tmp_path):
         load(spec, tmp_path).encode("ab\ud800")
 
 
+@pytest.mark.parametrize("below", ["", "folder"])
+def test_cache_below_a_file(below, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    message = r"cache folder .* is a file, or below one; name another with --cache-dir"
+    with pytest.raises(DataError, match=message):
+        load_tokenizer("bpe", TEXTS, cache_dir=tmp_path / "cache" / below, vocab_size=300)
+
+
 @pytest.mark.parametrize("blocked", ["read", "write"])
 def test_unusable_cache(blocked, tmp_path):
     if blocked == "write":
-        (tmp_path / "cache").write_text("a file where the folder should be")
+        (tmp_path / "cache").symlink_to(tmp_path / "nowhere")
     else:
         load("bpe", tmp_path)
         path = cached(tmp_path)
