@@ -41,6 +41,8 @@ def load_documents(spec: str | None, *, cache_dir: Path) -> Documents:
     Raises:
       DataError: nothing is there, it can't be read, isn't UTF-8, or holds no text.
     """
+    if spec == "":
+        raise DataError(f'data: "" names nothing; {_WANTED}')
     if spec is None:
         texts, description = _plays()
     elif spec.startswith("hf:"):
@@ -99,13 +101,17 @@ def _plays() -> tuple[list[str], str]:
 
 
 def _files(path: Path) -> list[str]:
+    try:
+        path.stat()
+    except FileNotFoundError as error:
+        raise DataError(f"data: nothing is at {path}; {_WANTED}") from error
+    except OSError as error:
+        raise DataError(f"data: {path} can't be read ({error.strerror}); {_WANTED}") from error
     if path.is_dir():
         paths = sorted(p for s in TEXT_SUFFIXES for p in path.rglob(f"*{s}") if not p.is_dir())
         if not paths:
             raise DataError(f"data: the folder {path} holds no .txt or .md file; {_WANTED}")
         return [read_text(p) for p in paths]
-    if not path.exists():
-        raise DataError(f"data: nothing is at {path}; {_WANTED}")
     return [read_text(path)]
 
 
@@ -127,7 +133,8 @@ def _hugging_face(spec: str, cache_dir: Path) -> list[str]:
     except (DatasetsError, OSError, ValueError) as error:
         raise DataError(
             f'data: {spec}: the datasets library can\'t load "{name}", split "{split}" '
-            f"({error.__cause__ or error}); check the name, the split and the network"
+            f"({error.__cause__ or error}); check the name, the split and the network; "
+            "a local folder must hold parquet, json, csv or text files, not what save_to_disk wrote"
         ) from error
     text_types = (datasets.Value("string"), datasets.Value("large_string"))
     strings = [column for column, feature in rows.features.items() if feature in text_types]

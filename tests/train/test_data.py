@@ -300,6 +300,33 @@ def test_missing_package(package, tmp_path, monkeypatch):
         load(spec, tmp_path)
 
 
+def test_hugging_face_dataset_of_large_strings(tmp_path):
+    pytest.importorskip("datasets", reason="the optional package datasets isn't installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    (tmp_path / "set").mkdir()
+    table = pyarrow.table({"text": pyarrow.array(LINES, pyarrow.large_string())})
+    parquet.write_table(table, tmp_path / "set" / "train.parquet")
+    assert text_of(load(f"hf:{tmp_path / 'set'}", tmp_path).heldout) == LINES[9] + LINES[29]
+
+
+def test_hugging_face_folder_of_save_to_disk(tmp_path):
+    datasets = pytest.importorskip(
+        "datasets", reason="the optional package datasets isn't installed"
+    )
+    datasets.Dataset.from_dict({"text": LINES}).save_to_disk(tmp_path / "set")
+    with pytest.raises(DataError, match=r"a local folder must hold .*not what save_to_disk wrote"):
+        load(f"hf:{tmp_path / 'set'}", tmp_path)
+
+
+def test_broken_hugging_face_file_says_why(tmp_path):
+    pytest.importorskip("datasets", reason="the optional package datasets isn't installed")
+    write(tmp_path / "set" / "train.parquet", b"not parquet at all")
+    with pytest.raises(DataError, match=r"Parquet magic bytes.*; check the name"):
+        load(f"hf:{tmp_path / 'set'}", tmp_path)
+
+
 def test_hugging_face_dataset_without_text(tmp_path):
     pytest.importorskip("datasets", reason="the optional package datasets isn't installed")
     write(tmp_path / "set" / "train.jsonl", b'{"a": "x", "b": "y"}\n')
