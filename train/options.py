@@ -1,10 +1,13 @@
 """What the command line may say, and how it becomes a run's configuration."""
 
 import dataclasses
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import tyro
+from tyro.constructors import PrimitiveConstructorSpec
 
 from train.configs import (
     PRESETS,
@@ -20,19 +23,32 @@ from train.configs import (
 )
 from train.data import is_token_file
 
-
-def _option(metavar: str) -> Any:
-    # An option that is not said has no default to show: its preset's value holds.
-    return tyro.conf.arg(metavar=metavar, help_behavior_hint="")
+# An option that is not said has no default to show: its preset's value holds.
+_UNSAID = tyro.conf.arg(help_behavior_hint="")
 
 
-def _one_of(literal: Any) -> Any:
-    return _option("{" + ",".join(map(str, get_args(literal))) + "}")
+def _read_by(
+    parse: Callable[[str], Any], metavar: str, choices: tuple[str, ...] | None = None
+) -> PrimitiveConstructorSpec[Any]:
+    # None means "not said"; tyro's own reading of `X | None` would take and offer the word "None".
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda words: parse(words[0]),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [str(value)],
+        choices=choices,
+    )
 
 
-Int = Annotated[int | None, _option("INT")]
-Float = Annotated[float | None, _option("FLOAT")]
-Str = Annotated[str | None, _option("STR")]
+def _one_of(literal: Any) -> PrimitiveConstructorSpec[Any]:
+    values = {str(value): value for value in get_args(literal)}
+    return _read_by(values.__getitem__, "{" + ",".join(values) + "}", tuple(values))
+
+
+Int = Annotated[int | None, _UNSAID, _read_by(int, "INT")]
+Float = Annotated[float | None, _UNSAID, _read_by(float, "FLOAT")]
+Str = Annotated[str | None, _UNSAID, _read_by(str, "STR")]
 _ELSEWHERE = ("plan", "run_dir", "cache_dir", "resume")
 
 
@@ -43,11 +59,11 @@ class Options:
     Options that are not given come from the preset, or with --resume from the run itself.
     """
 
-    quant: Annotated[Quant | None, _one_of(Quant)] = None
+    quant: Annotated[Quant | None, _UNSAID, _one_of(Quant)] = None
     """recipe: bf16, naive mxfp4, iht everywhere, or adahop's calibrated plan (the default)"""
-    level: Annotated[Level | None, _one_of(Level)] = None
+    level: Annotated[Level | None, _UNSAID, _one_of(Level)] = None
     """adahop: column-column products run with outlier extraction (1) or in BF16 (2, the default)"""
-    preset: Annotated[Preset | None, _one_of(Preset)] = None
+    preset: Annotated[Preset | None, _UNSAID, _one_of(Preset)] = None
     """sizes and schedule; nano, the default, suits two CPU cores"""
     data: Str = None
     """text file or folder, token file (.u16, .u32) or hf:NAME; by default Shakespeare's plays"""
@@ -59,7 +75,7 @@ class Options:
     """plan.json of an earlier calibration, used in place of a new one"""
     calibration_steps: Int = None
     """adahop: first steps that run in BF16 and decide the plan (30)"""
-    dy_rounding: Annotated[Rounding | None, _one_of(Rounding)] = None
+    dy_rounding: Annotated[Rounding | None, _UNSAID, _one_of(Rounding)] = None
     """rounding of the output gradients dY in quantised products (nearest)"""
     run_dir: Str = None
     """folder of the run; by default an unused runs/PRESET-QUANT-seedN"""
@@ -95,7 +111,7 @@ class Options:
     """key and value heads, shared by groups of attention heads"""
     mlp_width: Int = None
     """hidden features of the MLP"""
-    dtype: Annotated[ComputeDtype | None, _one_of(ComputeDtype)] = None
+    dtype: Annotated[ComputeDtype | None, _UNSAID, _one_of(ComputeDtype)] = None
     """dtype of what is not quantised (bfloat16; on a CPU float32, which XLA runs faster there)"""
     heldout_batches: Int = None
     """batches of held-out text in an evaluation"""
@@ -107,20 +123,34 @@ class Options:
     """steps between log lines"""
 
     def given(self) -> dict[str, Any]:
-        """Returns the configuration fields that were said, by name."""
+        """Returns the configuration fields that were said, by name; paths are made absolute.
+
+        Raises:
+          UserError: a path that can't be one.
+        """
         names = (field.name for field in dataclasses.fields(self) if field.name not in _ELSEWHERE)
         said = {name: getattr(self, name) for name in names}
         return {
-            name: str(Path(value).resolve()) if _is_path(name, value) else value
+            name: _absolute(name, value) if name in ("data", "tokenizer") else value
             for name, value in said.items()
             if value is not None
         }
 
 
-def _is_path(name: str, value: object) -> bool:
-    if name == "data":
-        return isinstance(value, str) and not value.startswith("hf:")
-    return name == "tokenizer" and str(value).endswith(".json")
+def _absolute(name: str, value: str) -> str:
+    """Returns `value` with the path in it made absolute, if there is one."""
+    if value == "" or (name == "tokenizer" and not value.endswith(".json")):
+        return value
+    try:
+        if name == "data" and value.startswith("hf:"):
+            folder, colon, split = value.removeprefix("hf:").partition(":")
+            # The datasets library, too, takes a folder of that name before it asks the network.
+            return f"hf:{Path(folder).resolve()}{colon}{split}" if os.path.isdir(folder) else value
+        return str(Path(value).resolve())
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UserError(
+            f"run: --{name} {value!r} can't be a path ({error}); check its spelling"
+        ) from error
 
 
 def resolve(options: Options, *, platform: str) -> RunConfig:

@@ -2,17 +2,19 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import numpy as np
 import pytest
+import tyro
 
 import adahop_jax as ah
 from tests.train.tiny import arguments, contents, refused, tiny_options
 from train import lm
 from train.configs import UserError
 from train.log import RunLog
-from train.options import resolve
+from train.options import Options, resolve
 
 pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
 
@@ -42,6 +44,10 @@ OPTIONS = {
     "plan of mxfp4": ({"quant": "mxfp4", "plan": "p"}, "--plan belongs to --quant adahop"),
     "plan and calibration": ({"plan": "p", "calibration_steps": 3}, "--plan skips the calibration"),
     "rounding of bf16": ({"quant": "bf16", "dy_rounding": "stochastic"}, "nothing to round"),
+    "text of no name": ({"data": ""}, 'data: "" names nothing'),
+    "text with a null byte": ({"data": "a\0b"}, "--data 'a\\x00b' can't be a path"),
+    "text with a long name": ({"data": "a" * 300}, "can't be read (File name too long)"),
+    "tokenizer with a null byte": ({"tokenizer": "\0.json"}, "--tokenizer '\\x00.json' can't"),
     "missing text": ({"data": "nowhere.txt"}, "nowhere.txt"),
     "unknown tokenizer": ({"tokenizer": "words"}, '"words" is unknown'),
     "missing tokenizer": ({"tokenizer": "no.json"}, "no.json can't be read"),
@@ -60,14 +66,42 @@ def test_options_that_cannot_be(name, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--quant", "int8"], ["--level", "3"], ["--preset", "7b"], ["--steps", "many"]]
-)
+    "words",
+    [["--quant", "int8"], ["--level", "3"], ["--preset", "7b"], ["--steps", "many"],
+     ["--level", "None"], ["--steps", "None"], ["--lr", "None"]],
+    ids=" ".join,
+)  # fmt: skip
 def test_words_that_the_command_line_does_not_know(words, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         lm.main([*arguments(tiny_options(tmp_path)), *words])
     assert exit_.value.code == 2
-    assert words[0] in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert words[0] in error
+    assert "None" not in error or words[1] == "None"
     assert not (tmp_path / "run").exists()
+
+
+def test_choices_are_offered_in_order_and_without_none(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        lm.main([*arguments(tiny_options(tmp_path)), "--quant", "int8"])
+    words = re.findall(r"'(\w+)'", capsys.readouterr().err.split("Expected one of")[1])
+    assert words == ["bf16", "mxfp4", "iht", "adahop"]
+
+
+def test_options_keep_their_types():
+    words = "--level 1 --quant mxfp4 --lr 1e-3 --steps 7 --data None".split()
+    options = tyro.cli(Options, args=words)
+    assert options == Options(level=1, quant="mxfp4", lr=1e-3, steps=7, data="None")
+
+
+def test_local_dataset_is_named_by_its_absolute_path(tmp_path, monkeypatch):
+    (tmp_path / "set").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("set", "./set"):
+        given = Options(data=f"hf:{name}:train[:9]").given()
+        assert given["data"] == f"hf:{(tmp_path / 'set').resolve()}:train[:9]"
+    assert Options(data="hf:some/set:train").given()["data"] == "hf:some/set:train"
+    assert Options(data="hf:").given()["data"] == "hf:"
 
 
 TEXTS = {
