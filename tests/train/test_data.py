@@ -322,8 +322,8 @@ def test_hugging_face_folder_of_save_to_disk(tmp_path):
 
 def test_broken_hugging_face_file_says_why(tmp_path):
     pytest.importorskip("datasets", reason="the optional package datasets isn't installed")
-    write(tmp_path / "set" / "train.parquet", b"not parquet at all")
-    with pytest.raises(DataError, match=r"Parquet magic bytes.*; check the name"):
+    write(tmp_path / "set" / "train.jsonl", b'{"text": "a"}\n{"text": ')
+    with pytest.raises(DataError, match=r"JSON parse error.*; check the name"):
         load(f"hf:{tmp_path / 'set'}", tmp_path)
 
 
