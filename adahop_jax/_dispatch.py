@@ -1,39 +1,84 @@
-"""Which implementation runs an operation: chosen by name, or the first that can run here."""
+"""Which implementation runs an operation: chosen by name, or the first that can run here.
+
+triton      kernels, on the best path that this GPU has: native, fp8 or bf16
+triton:fp8  kernels on that path; likewise triton:native and triton:bf16
+reference   plain JAX, anywhere
+"""
 
 import functools
 import importlib
 import logging
-from types import ModuleType
+from typing import Any
+
+import jax
 
 _logger = logging.getLogger("adahop_jax")
 
-BACKENDS = {"reference": "adahop_jax.reference.operations"}
-"""Name -> module with the six operations, in order of preference."""
+BACKENDS = ("triton", "triton:native", "triton:fp8", "triton:bf16", "reference")
+"""Names of backends, in order of preference."""
 
 
-def resolve(backend: str | None) -> tuple[str, ModuleType]:
+def resolve(backend: str | None) -> tuple[str, Any]:
     """The backend that a layer uses, decided while tracing.
 
     Args:
       backend: a name in `BACKENDS`, or None for the first that can run here.
 
     Returns:
-      The backend's name and its module.
+      The backend's name, with the path that it takes, and its operations: those of
+      `adahop_jax.reference.operations`.
 
     Raises:
-      NotImplementedError: the named backend does not exist; a name is never replaced by another.
+      NotImplementedError: the named backend does not exist or cannot run here; a name is never
+        replaced by another.
     """
-    if backend is None:
-        backend = next(iter(BACKENDS))
-    elif backend not in BACKENDS:
+    if backend is not None and backend not in BACKENDS:
         known = ", ".join(repr(name) for name in BACKENDS)
         raise NotImplementedError(
             f"backend {backend!r} is unknown; choose one of {known}, or None for the best here"
         )
-    _log_once(backend)
-    return backend, importlib.import_module(BACKENDS[backend])
+    device = _device()
+    name, operations, refusal = _load(backend or BACKENDS[0], device)
+    if refusal and backend is not None:
+        raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refusal}")
+    if refusal:
+        name, operations, _ = _load("reference", device)
+    _log_once(name, str(device), refusal)
+    return name, operations
 
 
 @functools.cache
-def _log_once(backend: str) -> None:
-    _logger.info("MX products run on the %r backend", backend)
+def _load(backend: str, device: jax.Device) -> tuple[str, Any, str]:
+    """A backend's full name, its operations, and why it cannot run on a device, if it cannot."""
+    if backend == "reference":
+        return backend, importlib.import_module("adahop_jax.reference.operations"), ""
+    if device.platform != "gpu":
+        return backend, None, f"it needs a GPU, and JAX's default device is a {device.platform}"
+    try:
+        kernels = importlib.import_module("triton_kernels")
+        if getattr(kernels, "MARKER", None) != "adahop_jax":
+            found = getattr(kernels, "__file__", None)
+            return backend, None, f"`triton_kernels` is another package: {found}; uninstall it"
+        machines = importlib.import_module("triton_kernels.machines")
+        operations = importlib.import_module("triton_kernels.operations")
+    except ImportError as error:
+        return backend, None, f"{error}; install triton and jax-triton"
+    path, refusal = machines.path_for(device, backend.partition(":")[2] or None)
+    if refusal:
+        return backend, None, refusal
+    machine = machines.machine_of(device)
+    return f"triton:{path}", operations.Backend(machine, path, device.core_count), ""
+
+
+def _device() -> jax.Device:
+    """The device that JAX computes on by default."""
+    chosen = jax.config.jax_default_device
+    if chosen is None:
+        return jax.devices()[0]
+    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
+
+
+@functools.cache
+def _log_once(name: str, device: str, refusal: str) -> None:
+    why = f" (no kernels: {refusal})" if refusal else ""
+    _logger.info("MX products run on the %r backend, %s%s", name, device, why)

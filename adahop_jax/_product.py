@@ -6,7 +6,6 @@ of extracted outliers are overwritten by a side product in `dtype`, and the resu
 """
 
 import functools
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +38,7 @@ class Saved(NamedTuple):
     """X as the backward pass keeps it for wgrad: quantized along tokens, outliers beside.
 
     Attributes:
-      codes, scales: uint8, X rotated and quantized.
+      codes, scales: uint8 (in, bytes) and (in, blocks), X rotated and quantized.
       outliers: the columns of X that wgrad extracts; None if it extracts none of X.
     """
 
@@ -72,11 +71,11 @@ def save(x: jax.Array, *, plan: ProductPlan, seeds: Seeds, backend: str | None) 
       backend: a backend's name, or None.
     """
     ops = resolve(backend)[1]
-    codes, scales = ops.quantize(x, axis=0, spec=plan.specs[0], **_seeds_of("x", seeds))
-    if plan.outliers is None or plan.outliers.tensor != "x":
-        return Saved(codes, scales, None)
-    index = _largest(x, axis=1, outliers=plan.outliers, ops=ops)
-    return Saved(codes, scales, Outliers(index, jnp.take(x, index, axis=1)))
+    outliers = plan.outliers if plan.outliers is not None and plan.outliers.tensor == "x" else None
+    codes, scales, norms = ops.residual(
+        x, axis=0, spec=plan.specs[0], norms=outliers is not None, **_seeds_of("x", seeds)
+    )
+    return Saved(codes, scales, None if outliers is None else _taken(x, 1, outliers, norms))
 
 
 def product(
@@ -110,35 +109,55 @@ def product(
     lhs_spec, rhs_spec = plan.specs
     lhs_axis, rhs_axis = CONTRACT[name]
     lhs_name, rhs_name = OPERANDS[name]
+    extracted = None if plan.outliers is None else plan.outliers.tensor
+    norms: jax.Array | None = None
     if isinstance(lhs, Saved):
-        left = ops.load(lhs.codes, lhs.scales, axis=lhs_axis, fmt=lhs_spec.mx)
+        left = ops.load(lhs.codes, lhs.scales, spec=lhs_spec)
     else:
-        left = ops.operand(lhs, axis=lhs_axis, spec=lhs_spec, **_seeds_of(lhs_name, seeds))
-    right = ops.operand(rhs, axis=rhs_axis, spec=rhs_spec, **_seeds_of(rhs_name, seeds))
+        left, norms = ops.operand(
+            lhs,
+            axis=lhs_axis,
+            spec=lhs_spec,
+            norms=extracted == lhs_name,
+            **_seeds_of(lhs_name, seeds),
+        )
+    right, rhs_norms = ops.operand(
+        rhs,
+        axis=rhs_axis,
+        spec=rhs_spec,
+        norms=extracted == rhs_name,
+        **_seeds_of(rhs_name, seeds),
+    )
 
     rows = columns = None
-    if plan.outliers is not None:
-        side = functools.partial(dot, contract=CONTRACT[name], precision=precision)
-        if plan.outliers.tensor == lhs_name:
-            index, taken = _take(lhs, 1 - lhs_axis, plan.outliers, ops)
-            rows = index, side(taken, rhs)
+    side = functools.partial(dot, precision=precision)
+    if plan.outliers is None:
+        pass
+    elif extracted == lhs_name:
+        if not isinstance(lhs, Saved):
+            outliers = _taken(lhs, 1 - lhs_axis, plan.outliers, norms)
+        elif lhs.outliers is not None:
+            outliers = lhs.outliers
         else:
-            index, taken = _take(rhs, 1 - rhs_axis, plan.outliers, ops)
-            if isinstance(lhs, Saved):
-                # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes.
-                # What is rotated is `hadamard` times as large, which float16 may not hold.
-                dtype = jnp.float32 if rhs.dtype == jnp.float16 else rhs.dtype
-                x = ops.dequantize(lhs.codes, lhs.scales, axis=lhs_axis, fmt=lhs_spec.mx)
-                sign_seed = seeds.get(SIGNS)
-                turned = rotate(taken, axis=rhs_axis, spec=rhs_spec, sign_seed=sign_seed)
-                values = side(x.astype(dtype), turned.astype(dtype)) * _undo(plan)
-            else:
-                values = side(lhs, taken)
-            columns = index, values
+            raise ValueError("wgrad: X's outliers are asked for and were not saved")
+        rows = outliers.indices, side(outliers.values, rhs, contract=CONTRACT[name])
+    else:
+        outliers = _taken(rhs, 1 - rhs_axis, plan.outliers, rhs_norms)
+        if isinstance(lhs, Saved):
+            # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes.
+            # What is rotated is `hadamard` times as large, which float16 may not hold.
+            dtype = jnp.float32 if rhs.dtype == jnp.float16 else rhs.dtype
+            x = ops.dequantize(lhs.codes, lhs.scales, axis=1, fmt=lhs_spec.mx)
+            turned = rotate(
+                outliers.values, axis=rhs_axis, spec=rhs_spec, sign_seed=seeds.get(SIGNS)
+            )
+            values = side(x.astype(dtype), turned.astype(dtype), contract=(1, 0)) * _undo(plan)
+        else:
+            values = side(lhs, outliers.values, contract=CONTRACT[name])
+        columns = outliers.indices, values
     return ops.matmul(
         left,
         right,
-        contract=CONTRACT[name],
         scale=_undo(plan),
         dtype=out_dtype,
         rows=rows,
@@ -164,20 +183,13 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _take(tensor: jax.Array | Saved, axis: int, outliers: OutlierSpec, ops: ModuleType) -> Outliers:
-    """The k largest rows (`axis` 0) or columns (1) of a tensor; of `Saved`, those that it kept."""
-    if not isinstance(tensor, Saved):
-        index = _largest(tensor, axis=axis, outliers=outliers, ops=ops)
-        return Outliers(index, jnp.take(tensor, index, axis=axis))
-    if tensor.outliers is None:
-        raise ValueError("wgrad: X's outliers are asked for and were not saved")
-    return tensor.outliers
-
-
-def _largest(x: jax.Array, *, axis: int, outliers: OutlierSpec, ops: ModuleType) -> jax.Array:
-    """Indices along `axis` of the k largest rows or columns, int32, ties to the lower index."""
-    k = outliers.count(x.shape[axis])
-    return lax.top_k(ops.squared_norms(x, axis=1 - axis), k)[1]
+def _taken(
+    x: jax.Array, axis: int, outliers: OutlierSpec, squared_norms: jax.Array | None
+) -> Outliers:
+    """The k largest rows (`axis` 0) or columns (1) of x, ties to the lower index."""
+    assert squared_norms is not None
+    index = lax.top_k(squared_norms, outliers.count(x.shape[axis]))[1]
+    return Outliers(index, jnp.take(x, index, axis=axis))
 
 
 def _undo(plan: ProductPlan) -> float:

@@ -29,7 +29,7 @@ def _residuals(plan, dtype):
     )
 
 
-PACKED_X = [("uint8", (TOKENS // 2, IN)), ("uint8", (TOKENS // 32, IN))]
+PACKED_X = [("uint8", (IN, TOKENS // 2)), ("uint8", (IN, TOKENS // 32))]
 KERNEL = [("float32", (IN, OUT))]
 
 
@@ -66,7 +66,7 @@ class TestResiduals:
     def test_mxfp6_takes_six_bits(self):
         spec = ah.OperandSpec(format="mxfp6", hadamard=32)
         plan = ah.Plan.uniform(ah.ProductPlan(lhs=spec, rhs=spec))
-        packed = [("uint8", (TOKENS * 6 // 8, IN)), ("uint8", (TOKENS // 32, IN))]
+        packed = [("uint8", (IN, TOKENS * 6 // 8)), ("uint8", (IN, TOKENS // 32))]
         assert _residuals(plan, jnp.bfloat16) == sorted(packed + KERNEL)
 
     def test_wgrad_in_full_keeps_x(self):

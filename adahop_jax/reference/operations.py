@@ -1,8 +1,10 @@
 """The operations that every backend offers, on plain 2-D arrays; here in plain JAX.
 
-A backend is a module with these six functions. What `operand` and `load` return is the backend's
-own: whatever its `matmul` takes. Here it is the dequantized values in bfloat16, which holds every
-element times every scale exactly. Each is compiled as a unit, to be quick outside `jit` too.
+A backend is an object with six of these functions: `quantize` and `dequantize` for arrays that are
+stored, `operand`, `residual`, `load` and `matmul` for products. What `operand` and `load` return is the
+backend's own: whatever its `matmul` takes. Here it is the dequantized values in bfloat16, which
+holds every element times every scale exactly. In operands and residuals the contracted axis
+comes last. Each is compiled as a unit, to be quick outside `jit` too.
 """
 
 import functools
@@ -78,7 +80,27 @@ def dequantize(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat)
     return decode(unpack(codes, axis=axis, fmt=fmt), scales, axis=axis, fmt=fmt)
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "spec"))
+@functools.partial(jax.jit, static_argnames=("axis", "spec", "norms"))
+def residual(
+    x: jax.Array,
+    *,
+    axis: int,
+    spec: OperandSpec,
+    seed: jax.Array | None = None,
+    sign_seed: jax.Array | None = None,
+    norms: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`quantize`'s result with `axis` last, and the squared norms along it if `norms`.
+
+    Returns:
+      codes: uint8 (others, bytes); scales: uint8 (others, blocks); norms: float32 (others,) of `x`
+      as it comes, or None.
+    """
+    codes, scales = quantize(x, axis=axis, spec=spec, seed=seed, sign_seed=sign_seed)
+    return _last(codes, axis), _last(scales, axis), squared_norms(x, axis=axis) if norms else None
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "spec", "norms"))
 def operand(
     x: jax.Array,
     *,
@@ -86,34 +108,34 @@ def operand(
     spec: OperandSpec,
     seed: jax.Array | None = None,
     sign_seed: jax.Array | None = None,
-) -> jax.Array:
-    """`quantize`'s result as this backend's `matmul` takes it."""
+    norms: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """`quantize`'s result as this backend's `matmul` takes it, and norms as `residual` gives them."""
     codes, scales = _encode(x, axis, spec, seed, sign_seed)
-    return decode(codes, scales, axis=axis, fmt=spec.mx).astype(jnp.bfloat16)
+    values = decode(codes, scales, axis=axis, fmt=spec.mx).astype(jnp.bfloat16)
+    return _last(values, axis), squared_norms(x, axis=axis) if norms else None
 
 
-def load(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat) -> jax.Array:
-    """Stored codes and scales as this backend's `matmul` takes them."""
-    return dequantize(codes, scales, axis=axis, fmt=fmt).astype(jnp.bfloat16)
+def load(codes: jax.Array, scales: jax.Array, *, spec: OperandSpec) -> jax.Array:
+    """What `residual` stored as this backend's `matmul` takes it."""
+    return dequantize(codes, scales, axis=1, fmt=spec.mx).astype(jnp.bfloat16)
 
 
-@functools.partial(jax.jit, static_argnames=("contract", "scale", "dtype"))
+@functools.partial(jax.jit, static_argnames=("scale", "dtype"))
 def matmul(
     lhs: jax.Array,
     rhs: jax.Array,
     *,
-    contract: tuple[int, int],
     scale: float,
     dtype: jnp.dtype,
     rows: tuple[jax.Array, jax.Array] | None = None,
     columns: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """The product of two operands, `scale` times, accumulated in float32 and rounded once.
+    """lhs @ rhs^T, `scale` times, accumulated in float32 and rounded once.
 
     Args:
-      lhs: operand whose axis `contract[0]` is contracted; its other axis becomes the rows.
-      rhs: operand whose axis `contract[1]` is contracted; its other axis becomes the columns.
-      contract: the contracted axes.
+      lhs: operand, (rows, length).
+      rhs: operand, (columns, length).
       scale: a factor that undoes transform and pre-scales.
       dtype: of the result.
       rows: (int32 indices (k,), float32 values (k, columns)) that replace rows of the result.
@@ -122,7 +144,7 @@ def matmul(
     Returns:
       (rows, columns) of `dtype`.
     """
-    y = dot(lhs, rhs, contract=contract) * jnp.float32(scale)
+    y = dot(lhs, rhs, contract=(1, 1)) * jnp.float32(scale)
     if rows is not None:
         y = y.at[rows[0], :].set(rows[1])
     if columns is not None:
@@ -148,6 +170,10 @@ def dot(
 def squared_norms(x: jax.Array, *, axis: int) -> jax.Array:
     """Sums of squares over `axis` of a 2-D array, in float32."""
     return jnp.sum(jnp.square(x.astype(jnp.float32)), axis=axis)
+
+
+def _last(x: jax.Array, axis: int) -> jax.Array:
+    return x.T if axis == 0 else x
 
 
 def _encode(

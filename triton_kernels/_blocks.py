@@ -1,0 +1,266 @@
+"""Device functions that the kernels share: blocks of 32 values rotated, rounded and packed.
+
+Every thread owns whole blocks: they are stacked as [N, 32] from loads of one word each, so that the
+transform, the largest magnitude and the packing stay in registers. The butterfly sums in the
+reference's own order, so codes and scales equal the reference's bit for bit.
+
+N is a number of blocks. M and E are an element's mantissa and exponent bits; its smallest normal
+value is 1. PTX chooses NVIDIA's instructions where Triton has none; the other branch computes the
+same anywhere. Rules: `adahop_jax.reference.quantize`.
+"""
+
+import triton
+import triton.language as tl
+
+MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+SIGN = tl.constexpr(-0x80000000)
+EXPONENT = tl.constexpr(0x7F800000)
+MANTISSA = tl.constexpr(0x007FFFFF)
+MIN_NORMAL = tl.constexpr(0x00800000)
+
+
+@triton.jit
+def to_bits(x):
+    """float32 -> int32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def from_bits(bits):
+    """int32 -> float32."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two(e):
+    """2^e as float32, for int32 e clamped to [-126, 127]."""
+    return from_bits((tl.minimum(tl.maximum(e, -126), 127) + 127) << 23)
+
+
+@triton.jit
+def as_words(ptr):
+    """A pointer to int32 words."""
+    return ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+
+
+@triton.jit
+def stack_loads(ptr, stride: tl.constexpr, mask, COUNT: tl.constexpr):
+    """Loads at ptr + i * stride for i < COUNT (a power of two), as new last dims of 2, in order."""
+    if COUNT == 1:
+        return tl.load(ptr, mask=mask, other=0)
+    else:
+        even = stack_loads(ptr, 2 * stride, mask, COUNT // 2)
+        odd = stack_loads(ptr + stride, 2 * stride, mask, COUNT // 2)
+        return tl.join(even, odd)
+
+
+@triton.jit
+def halves(words, DTYPE: tl.constexpr):
+    """int32 words -> the two 16-bit floats in each as float32, the lower half first."""
+    if DTYPE == tl.bfloat16:
+        return from_bits(words << 16), from_bits(words & -0x10000)
+    else:
+        low = words.to(tl.int16).to(DTYPE, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _flush(x):
+    """Subnormal float32 -> zero of its sign."""
+    bits = to_bits(x)
+    return from_bits(tl.where((bits & MAGNITUDE) < MIN_NORMAL, bits & SIGN, bits))
+
+
+@triton.jit
+def _sum(a, b, PTX: tl.constexpr):
+    """a + b; subnormal numbers count as zeros."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return _flush(a + b)
+
+
+@triton.jit
+def _difference(a, b, PTX: tl.constexpr):
+    """a - b; subnormal numbers count as zeros."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            "sub.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return _flush(a - b)
+
+
+@triton.jit
+def _times(a, b, PTX: tl.constexpr):
+    """a * b; subnormal numbers count as zeros."""
+    if PTX:
+        a, b = tl.broadcast(a, b)
+        return tl.inline_asm_elementwise(
+            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return _flush(a) * b
+
+
+@triton.jit
+def _butterfly(x, N: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr):
+    a, b = tl.split(x.reshape(N, 16 // STRIDE, 2, STRIDE).permute(0, 1, 3, 2))
+    x = tl.join(_sum(a, b, PTX), _difference(a, b, PTX))
+    return x.permute(0, 1, 3, 2).reshape(N, 32)
+
+
+@triton.jit
+def rotate(
+    x,
+    signs_ptr,
+    N: tl.constexpr,
+    PRE_SCALE: tl.constexpr,
+    SIGNS: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Blocks [N, 32] scaled, their signs changed, and times the +-1 Sylvester matrix."""
+    if PRE_SCALE != 1.0:
+        x = x * PRE_SCALE
+    if SIGNS:
+        x = x * tl.load(signs_ptr + tl.arange(0, 32))[None, :]
+    if not PTX:
+        x = _flush(x)
+    if HADAMARD >= 2:
+        x = _butterfly(x, N, 1, PTX)
+    if HADAMARD >= 4:
+        x = _butterfly(x, N, 2, PTX)
+    if HADAMARD >= 8:
+        x = _butterfly(x, N, 4, PTX)
+    if HADAMARD >= 16:
+        x = _butterfly(x, N, 8, PTX)
+    if HADAMARD >= 32:
+        x = _butterfly(x, N, 16, PTX)
+    return x
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_scales(y, RULE: tl.constexpr, M: tl.constexpr, MAX_EXP: tl.constexpr):
+    """Blocks [N, 32] -> exponents of their scales [N], and whether they hold a NaN or infinity."""
+    bits = to_bits(tl.reduce(tl.abs(y), 1, _larger))
+    if RULE == "even":
+        e = (bits + (1 << (22 - M))) >> 23
+    elif RULE == "floor":
+        e = bits >> 23
+    else:
+        e = (bits >> 23) + ((bits & MANTISSA) > (((1 << M) - 1) << (23 - M))).to(tl.int32)
+    e = tl.where(bits < MIN_NORMAL, 0, e)
+    return tl.minimum(tl.maximum(e - 127 - MAX_EXP, -127), 127 - MAX_EXP), bits >= EXPONENT
+
+
+@triton.jit
+def clip(y, scale, MAX_VALUE: tl.constexpr):
+    """Values [N, 32] cut to the largest that their blocks can hold."""
+    # By halves, as 2^-127 is subnormal.
+    limit = (power_of_two(scale + 1) * (0.5 * MAX_VALUE))[:, None]
+    return tl.minimum(tl.maximum(y, -limit), limit)
+
+
+@triton.jit
+def round_elements(
+    y,
+    noise,
+    scale,
+    ref,
+    fault,
+    STOCHASTIC: tl.constexpr,
+    M: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Values [N, 32] rounded to elements, times 2^(scale - ref); NaN in blocks with a fault.
+
+    Also y * 2^-ref, whose signs zeros keep. `noise` is uniform in [0, 1).
+    """
+    q = _times(y, tl.where(fault, float("nan"), power_of_two(-ref))[:, None], PTX)
+    unit = power_of_two(scale - ref)[:, None]
+    # The power of two below |q|, and not below the smallest normal element, which is 1.
+    binade = tl.maximum(from_bits(to_bits(q) & EXPONENT), unit)
+    if STOCHASTIC:
+        inverse = from_bits((254 << 23) - to_bits(binade))
+        steps = tl.abs(q) * inverse * (1 << M)
+        whole = tl.floor(steps)
+        whole += (noise < steps - whole).to(tl.float32)
+        magnitude = whole * (binade * (1.0 / (1 << M)))
+        r = from_bits(to_bits(magnitude) | (to_bits(q) & SIGN))
+    else:
+        # Beyond 1.5 * 2^23 steps nothing below a step is left: ties to even, as float32 rounds.
+        shift = binade * (1.5 * (1 << (23 - M)))
+        r = (q + shift) - shift
+    return r, q
+
+
+@triton.jit
+def codes_of(r, q, M: tl.constexpr, E: tl.constexpr):
+    """Elements at scale 1 -> codes, int32: sign, exponent field, mantissa; signs are those of q."""
+    # Times 2^-126 an element's fields, also if it is subnormal, lie where float32 has its own.
+    code = to_bits(tl.abs(r) * 2.0**-126) >> (23 - M)
+    code = tl.minimum(code, (1 << (M + E)) - 1)
+    return code | ((to_bits(q) >> 31) & (1 << (M + E)))
+
+
+@triton.jit
+def values_of(code, M: tl.constexpr, E: tl.constexpr):
+    """Codes, int32 -> float32, the inverse of `codes_of`."""
+    magnitude = from_bits((code & ((1 << (M + E)) - 1)) << (23 - M)) * 2.0**126
+    return from_bits(to_bits(magnitude) | ((code << (31 - M - E)) & SIGN))
+
+
+@triton.jit
+def fp8_word(a, b, c, d, E5M2: tl.constexpr):
+    """Four float32 -> FP8, rounded to nearest and saturated, in an int32, a lowest. NVIDIA only."""
+    if E5M2:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high;
+            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
+            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
+            mov.b32 $0, {low, high};
+            }""",
+            "=r,f,f,f,f",
+            [a, b, c, d],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+
+
+@triton.jit
+def uniform(row, group, seed_ptr, ROWS: tl.constexpr, GROUPS: tl.constexpr):
+    """Uniform float32 [ROWS, 4 * GROUPS] in [0, 1) for rows [ROWS], groups [GROUPS] of 4 columns.
+
+    Philox-4x32-10 with counter (group, row, 0, 0), as `adahop_jax.reference.philox`.
+    """
+    seed = tl.load(seed_ptr).to(tl.uint64) | (tl.load(seed_ptr + 1).to(tl.uint64) << 32)
+    c0 = tl.broadcast_to(group[None, :], (ROWS, GROUPS)).to(tl.uint32)
+    c1 = tl.broadcast_to(row[:, None], (ROWS, GROUPS)).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed, c0, c1, c0 * 0, c0 * 0)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).reshape(ROWS, 4 * GROUPS)
+    return (words >> 8).to(tl.float32) * 2.0**-24

@@ -1,0 +1,215 @@
+"""The Triton backend: the operations of `adahop_jax.reference.operations`, by kernels.
+
+What they compute is said there. An operand here is a `View` of the kind that the machine's path
+reads, or its values in bfloat16.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from adahop_jax._formats import MXFormat, OperandSpec
+from adahop_jax.reference import operations as reference
+from adahop_jax.reference.bits import rounded
+from triton_kernels._view import BLOCK, Kind, View
+from triton_kernels.fold import fold
+from triton_kernels.machines import Machine, Path
+from triton_kernels.matmul import matmul as folded_matmul
+from triton_kernels.native import native_matmul
+from triton_kernels.quantize_columns import quantize_columns
+from triton_kernels.quantize_rows import quantize_rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One side of a product.
+
+    Attributes:
+      values: a `View`, or bfloat16 (rows, length) on the path "bf16".
+      format: of its elements.
+      rotated: whether it went through a Hadamard transform.
+    """
+
+    values: View | jax.Array
+    format: MXFormat = dataclasses.field(metadata={"static": True})
+    rotated: bool = dataclasses.field(metadata={"static": True})
+
+
+class Backend:
+    """The operations on one path of a machine, see `machines`.
+
+    Args:
+      machine: the machine.
+      path: one of its paths.
+      processors: how many it has.
+    """
+
+    def __init__(self, machine: Machine, path: Path, processors: int) -> None:
+        self._machine, self._path, self._processors = machine, path, processors
+
+    def quantize(
+        self,
+        x: jax.Array,
+        *,
+        axis: int,
+        spec: OperandSpec,
+        seed: jax.Array | None = None,
+        sign_seed: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """For storage, blocks along `axis`."""
+        view = self._view(x, axis, "codes", spec=spec, seed=seed, sign_seed=sign_seed)
+        if axis == 0:
+            return view.data.T, view.scales.T
+        return view.data, view.scales
+
+    def dequantize(
+        self, codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat
+    ) -> jax.Array:
+        """Values in float32; by XLA, which fuses it with what reads them."""
+        return reference.dequantize(codes, scales, axis=axis, fmt=fmt)
+
+    def residual(
+        self,
+        x: jax.Array,
+        *,
+        axis: int,
+        spec: OperandSpec,
+        seed: jax.Array | None = None,
+        sign_seed: jax.Array | None = None,
+        norms: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """For storage, `axis` last."""
+        view = self._view(x, axis, "codes", spec=spec, seed=seed, sign_seed=sign_seed, norms=norms)
+        return view.data, view.scales, view.norms
+
+    def operand(
+        self,
+        x: jax.Array,
+        *,
+        axis: int,
+        spec: OperandSpec,
+        seed: jax.Array | None = None,
+        sign_seed: jax.Array | None = None,
+        norms: bool = False,
+    ) -> tuple[Operand, jax.Array | None]:
+        """For a product."""
+        kind = self._kind(spec.mx)
+        view = self._view(x, axis, kind, spec=spec, seed=seed, sign_seed=sign_seed, norms=norms)
+        return self._operand(view, spec), view.norms
+
+    def load(self, codes: jax.Array, scales: jax.Array, *, spec: OperandSpec) -> Operand:
+        """From storage for a product."""
+        view = View(codes, scales, None, None)
+        if self._path == "fp8" and codes.size:
+            view = fold(codes, scales, fmt=spec.mx, machine=self._machine)
+        elif self._path == "native" and spec.format != "mxfp4":
+            view = view._replace(data=_elements(codes, spec.mx))
+        return self._operand(view, spec)
+
+    def matmul(
+        self,
+        lhs: Operand,
+        rhs: Operand,
+        *,
+        scale: float,
+        dtype: jnp.dtype,
+        rows: tuple[jax.Array, jax.Array] | None = None,
+        columns: tuple[jax.Array, jax.Array] | None = None,
+    ) -> jax.Array:
+        """lhs @ rhs^T, `scale` times, with rows and columns replaced."""
+        if isinstance(lhs.values, jax.Array) or isinstance(rhs.values, jax.Array):
+            return reference.matmul(
+                lhs.values, rhs.values, scale=scale, dtype=dtype, rows=rows, columns=columns
+            )
+        y = self._product(lhs, rhs, scale, dtype)
+        if rows is not None:
+            y = y.at[rows[0], :].set(rounded(rows[1], dtype), unique_indices=True)
+        if columns is not None:
+            y = y.at[:, columns[0]].set(rounded(columns[1], dtype), unique_indices=True)
+        return y
+
+    def _product(self, lhs: Operand, rhs: Operand, scale: float, dtype: jnp.dtype) -> jax.Array:
+        a, b = lhs.values, rhs.values
+        shape = a.data.shape[0], b.data.shape[0]
+        if not (a.data.size and b.data.size):
+            return jnp.zeros(shape, dtype)
+        if self._path == "native":
+            if a.data.dtype != b.data.dtype:
+                a, b = (
+                    v._replace(data=_elements(v.data, side.format))
+                    if v.data.dtype == jnp.uint8
+                    else v
+                    for v, side in ((a, lhs), (b, rhs))
+                )
+            return native_matmul(a, b, scale=scale, dtype=dtype, machine=self._machine)
+        return folded_matmul(
+            a,
+            b,
+            scale=scale,
+            rotated=lhs.rotated and rhs.rotated,
+            dtype=dtype,
+            machine=self._machine,
+            processors=self._processors,
+        )
+
+    def _view(
+        self,
+        x: jax.Array,
+        axis: int,
+        kind: Kind,
+        *,
+        spec: OperandSpec,
+        seed: jax.Array | None,
+        sign_seed: jax.Array | None,
+        norms: bool = False,
+    ) -> View:
+        """A tensor quantized along `axis`, which comes last."""
+        if not x.size:
+            return _empty(x, axis, kind, spec, norms)
+        # Transforms larger than a block are done beforehand, so that the kernel sees another x.
+        beforehand = norms and spec.hadamard > BLOCK
+        quantizer = quantize_columns if axis == 0 else quantize_rows
+        view = quantizer(
+            x,
+            spec=spec,
+            kind=kind,
+            machine=self._machine,
+            seed=seed,
+            sign_seed=sign_seed,
+            norms=norms and not beforehand,
+        )
+        if beforehand:
+            view = view._replace(norms=reference.squared_norms(x, axis=axis))
+        return view
+
+    def _kind(self, fmt: MXFormat) -> Kind:
+        if self._path == "fp8":
+            return "folded"
+        return "elements" if self._path == "native" and fmt.name != "mxfp4" else "codes"
+
+    def _operand(self, view: View, spec: OperandSpec) -> Operand:
+        values: View | jax.Array = view._replace(norms=None)
+        if self._path == "bf16":
+            values = reference.load(view.data, view.scales, spec=spec)
+        return Operand(values, spec.mx, bool(spec.hadamard))
+
+
+def _empty(x: jax.Array, axis: int, kind: Kind, spec: OperandSpec, norms: bool) -> View:
+    """The view of a tensor without elements, for which no kernel runs."""
+    rows, length = x.shape[1 - axis], spec.padded_length(x.shape[axis])
+    width = spec.mx.packed_length(length) if kind == "codes" else length
+    dtype = jnp.uint8 if kind == "codes" else jnp.float8_e4m3fn
+    return View(
+        jnp.zeros((rows, width), dtype),
+        jnp.zeros((rows, spec.mx.blocks(length)), jnp.uint8),
+        None,
+        jnp.zeros((rows,), jnp.float32) if norms else None,
+    )
+
+
+def _elements(codes: jax.Array, fmt: MXFormat) -> jax.Array:
+    """Packed codes as E4M3 elements, which hold E2M1 and E2M3 exactly."""
+    unit = jnp.full((codes.shape[0], codes.shape[1] * 8 // fmt.element_bits // 32), 127, jnp.uint8)
+    return reference.dequantize(codes, unit, axis=1, fmt=fmt).astype(jnp.float8_e4m3fn)
