@@ -75,7 +75,7 @@ def save(x: jax.Array, *, plan: ProductPlan, seeds: Seeds, backend: str | None) 
     codes, scales, norms = ops.residual(
         x, axis=0, spec=plan.specs[0], norms=outliers is not None, **_seeds_of("x", seeds)
     )
-    return Saved(codes, scales, None if outliers is None else _taken(x, 1, outliers, norms))
+    return Saved(codes, scales, None if outliers is None else _taken(x, 1, outliers, norms, ops))
 
 
 def product(
@@ -135,14 +135,14 @@ def product(
         pass
     elif extracted == lhs_name:
         if not isinstance(lhs, Saved):
-            outliers = _taken(lhs, 1 - lhs_axis, plan.outliers, norms)
+            outliers = _taken(lhs, 1 - lhs_axis, plan.outliers, norms, ops)
         elif lhs.outliers is not None:
             outliers = lhs.outliers
         else:
             raise ValueError("wgrad: X's outliers are asked for and were not saved")
         rows = outliers.indices, side(outliers.values, rhs, contract=CONTRACT[name])
     else:
-        outliers = _taken(rhs, 1 - rhs_axis, plan.outliers, rhs_norms)
+        outliers = _taken(rhs, 1 - rhs_axis, plan.outliers, rhs_norms, ops)
         if isinstance(lhs, Saved):
             # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes.
             # What is rotated is `hadamard` times as large, which float16 may not hold.
@@ -184,12 +184,12 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 
 
 def _taken(
-    x: jax.Array, axis: int, outliers: OutlierSpec, squared_norms: jax.Array | None
+    x: jax.Array, axis: int, outliers: OutlierSpec, norms: jax.Array | None, ops: Any
 ) -> Outliers:
-    """The k largest rows (`axis` 0) or columns (1) of x, ties to the lower index."""
-    assert squared_norms is not None
-    index = lax.top_k(squared_norms, outliers.count(x.shape[axis]))[1]
-    return Outliers(index, jnp.take(x, index, axis=axis))
+    """The k rows (`axis` 0) or columns (1) of x with the largest squared norms."""
+    assert norms is not None
+    index = ops.largest(norms, outliers.count(x.shape[axis]))
+    return Outliers(index, jnp.take(x, index, axis=axis, mode="clip"))
 
 
 def _undo(plan: ProductPlan) -> float:

@@ -5,6 +5,13 @@ from typing import Any
 
 import jax
 import jax_triton
+from jax_triton import triton_lib
+
+# jax-triton 0.4.1 insists that Triton say whether a descriptor is of the im2col kind, and Triton
+# 3.7, which has no other kind than tiled ones, does not say it. Where it matters, it has a default.
+triton_lib.TensorDescMeta.__required_keys__ = triton_lib.TensorDescMeta.__required_keys__ - {
+    "is_im2col"
+}
 
 
 def launch(
@@ -15,9 +22,12 @@ def launch(
     num_warps: int,
     num_stages: int = 1,
     aliases: Mapping[int, int] | None = None,
+    tiles: Mapping[int, tuple[int, int]] | None = None,
+    written: Mapping[int, tuple[int, int]] | None = None,
+    zeroed: Sequence[int] = (),
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel on a one-dimensional grid; its pointers are the arrays, then the results.
+    """Runs a kernel on a one-dimensional grid; its arguments are the arrays, then the results.
 
     jax-triton has no batching rule: `vmap` runs the kernel once for each element.
 
@@ -27,7 +37,13 @@ def launch(
       out: shapes and dtypes of the results, whose memory is not initialized.
       grid: number of programs.
       num_warps, num_stages: as Triton has them.
-      aliases: number of an input -> number of the result that takes over its memory.
+      aliases: number of an input -> number of the result that takes over its memory, and that the
+        kernel gets no pointer of. Such results come last: jax-triton counts pointers that way.
+      tiles: number of an input -> the block that the kernel loads at a time, by a descriptor made
+        on the host: those made on the device need scratch memory, which CUDA graphs refuse.
+      written: number of a result -> the block that the kernel stores at a time, by a descriptor
+        that follows the inputs in the kernel's arguments.
+      zeroed: numbers of results whose memory starts as zeros.
       constants: the kernel's constexpr arguments.
 
     Returns:
@@ -36,14 +52,23 @@ def launch(
 
     @jax.custom_batching.sequential_vmap
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        operands: list[Any] = list(arrays)
+        for i, tile in (tiles or {}).items():
+            operands[i] = jax_triton.TensorDescriptor.from_array(arrays[i], tile)
+        shared = dict(aliases or {})
+        for i, tile in (written or {}).items():
+            shared[len(operands)] = i
+            memory = jax.lax.empty(out[i].shape, out[i].dtype)
+            operands.append(jax_triton.TensorDescriptor.from_array(memory, tile))
         return jax_triton.triton_call(
-            *arrays,
+            *operands,
             kernel=kernel,
             out_type=tuple(out),
             grid=(grid,),
             num_warps=num_warps,
             num_stages=num_stages,
-            input_output_aliases=dict(aliases or {}),
+            input_output_aliases=shared,
+            zeroed_outputs=tuple(zeroed),
             **constants,
         )
 

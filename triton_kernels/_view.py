@@ -149,6 +149,7 @@ def format_constants(fmt: MXFormat, *, kind: Kind, machine: Machine) -> dict[str
         "M": fmt.mantissa_bits,
         "E": fmt.exponent_bits,
         "TOP": fold.top,
+        "LOW": fold.low,
         "E5M2": kind == "folded" and fold.dtype == jnp.float8_e5m2,
         "PTX": machine.ptx,
     }

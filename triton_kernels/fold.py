@@ -66,6 +66,7 @@ def _kernel(
     M: tl.constexpr,
     E: tl.constexpr,
     TOP: tl.constexpr,
+    LOW: tl.constexpr,
     E5M2: tl.constexpr,
     PTX: tl.constexpr,
 ):

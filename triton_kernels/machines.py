@@ -63,6 +63,11 @@ class Machine:
     measured: str = ""
 
     @property
+    def tma(self) -> bool:
+        """Whether it loads tiles by descriptors."""
+        return self.target[0] == "cuda" and int(self.target[1]) >= 90
+
+    @property
     def ptx(self) -> bool:
         """Whether kernels may use NVIDIA's instructions."""
         return self.target[0] == "cuda"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from adahop_jax.reference.bits import rounded
 from triton_kernels import _launch
 from triton_kernels._blocks import power_of_two
 from triton_kernels._view import View
@@ -22,14 +23,18 @@ from triton_kernels.machines import Machine, MatmulTile
 CHUNK = {"plain": 2048, "rotated": 8192}
 """Elements summed by the FP8 units before the sum is continued in float32."""
 
+LEAST_SHARE = 2048
+"""Elements of the contracted axis that are worth a program of their own."""
+
 # Up to this exponent on either side, results pass through no intermediate out of float32's range.
-EASY = tl.constexpr(40)
+EASY = tl.constexpr(80)
 
 
 @triton.jit
-def _unfold(acc, row_exponent, column_exponent, easy, SCALE: tl.constexpr):
+def _unfold(acc, row_exponent, column_exponent, SCALE: tl.constexpr):
     """acc [BM, BN] * SCALE * 2^(row_exponent + column_exponent)."""
-    if easy:
+    hardest = tl.maximum(tl.max(tl.abs(row_exponent), 0), tl.max(tl.abs(column_exponent), 0))
+    if hardest <= EASY:
         acc = acc * (power_of_two(row_exponent) * SCALE)[:, None]
         acc = acc * power_of_two(column_exponent)[None, :]
     else:
@@ -40,48 +45,43 @@ def _unfold(acc, row_exponent, column_exponent, easy, SCALE: tl.constexpr):
 
 @triton.jit
 def _store(
-    acc,
-    y_ptr,
-    desc,
-    ref_a,
-    b_ref_ptr,
-    r0,
-    c0,
-    M: tl.constexpr,
-    N: tl.constexpr,
+    tile,
+    y,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     PARTS: tl.constexpr,
-    SCALE: tl.constexpr,
-    TMA: tl.constexpr,
+    BLOCKED: tl.constexpr,
 ):
-    """Stores a tile in PARTS pieces side by side, each with its exponents undone."""
+    """Stores a tile in PARTS pieces side by side, which takes less shared memory than at once.
+
+    `y` is a descriptor if BLOCKED, else a pointer.
+    """
     if PARTS > 1:
-        left, right = tl.split(acc.reshape(BM, 2, BN // 2).permute(0, 2, 1))
+        left, right = tl.split(tile.reshape(BM, 2, BN // 2).permute(0, 2, 1))
         half: tl.constexpr = BN // 2
-        _store(left, y_ptr, desc, ref_a, b_ref_ptr, r0, c0, M, N, BM, half, PARTS // 2, SCALE, TMA)
-        c1 = c0 + half
-        _store(right, y_ptr, desc, ref_a, b_ref_ptr, r0, c1, M, N, BM, half, PARTS // 2, SCALE, TMA)
+        _store(left, y, row, column, ROWS, COLUMNS, BM, half, PARTS // 2, BLOCKED)
+        _store(right, y, row, column + half, ROWS, COLUMNS, BM, half, PARTS // 2, BLOCKED)
+    elif BLOCKED:
+        y.store([row, column], tile.to(y.dtype))
     else:
-        columns = c0 + tl.arange(0, BN)
-        ref_b = tl.load(b_ref_ptr + columns, mask=columns < N, other=127).to(tl.int32) - 127
-        hardest = tl.maximum(tl.max(tl.abs(ref_a), 0), tl.max(tl.abs(ref_b), 0))
-        y = _unfold(acc, ref_a, ref_b, hardest <= EASY, SCALE).to(y_ptr.dtype.element_ty)
-        if TMA:
-            desc.store([r0, c0], y)
-        else:
-            rows = r0 + tl.arange(0, BM)
-            ptr = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-            tl.store(ptr, y, mask=(rows < M)[:, None] & (columns < N)[None, :])
+        rows = row + tl.arange(0, BM)
+        columns = column + tl.arange(0, BN)
+        mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+        ptr = y + rows.to(tl.int64)[:, None] * COLUMNS + columns[None, :]
+        tl.store(ptr, tile.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _kernel(
-    a_ptr,
-    b_ptr,
+    a,
+    b,
     a_ref_ptr,
     b_ref_ptr,
-    y_ptr,
+    y,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -91,37 +91,55 @@ def _kernel(
     BK: tl.constexpr,
     GROUP: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    SPLITS: tl.constexpr,
     STEPS: tl.constexpr,
     PARTS: tl.constexpr,
     TMA: tl.constexpr,
+    BLOCKED: tl.constexpr,
 ):
-    """A program: every PROGRAMS-th tile; the sum is continued in float32 after STEPS steps."""
-    a = tl.make_tensor_descriptor(a_ptr, [M, K], [K, 1], [BM, BK])
-    b = tl.make_tensor_descriptor(b_ptr, [N, K], [K, 1], [BN, BK])
-    y = a
-    if TMA:
-        y = tl.make_tensor_descriptor(y_ptr, [M, N], [N, 1], [BM, BN // PARTS])
+    """A program: every PROGRAMS-th tile of SPLITS products, each over its share of K.
+
+    The sum is continued in float32 after STEPS steps. Results are stacked along the rows.
+    """
+    if not TMA:
+        a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
+        b = tl.make_tensor_descriptor(b, [N, K], [K, 1], [BN, BK])
     DOWN: tl.constexpr = (M + BM - 1) // BM
     ACROSS: tl.constexpr = (N + BN - 1) // BN
-    ALL: tl.constexpr = (K + BK - 1) // BK
-    for tile in tl.range(tl.program_id(0), DOWN * ACROSS, PROGRAMS, flatten=ALL <= STEPS):
+    SHARE: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS
+    TILES: tl.constexpr = DOWN * ACROSS
+    for t in tl.range(tl.program_id(0), TILES * SPLITS, PROGRAMS, flatten=SHARE <= STEPS):
+        first = t // TILES * SHARE
+        tile = t % TILES
         group = tile // (GROUP * ACROSS)
         height = min(DOWN - group * GROUP, GROUP)
         r0 = (group * GROUP + tile % (GROUP * ACROSS) % height) * BM
         c0 = (tile % (GROUP * ACROSS) // height) * BN
         total = tl.zeros((BM, BN), tl.float32)
-        if ALL <= STEPS:
-            for k in range(ALL):
-                total = tl.dot(a.load([r0, k * BK]), b.load([c0, k * BK]).T, total)
+        # Beyond K, the descriptors load zeros.
+        if SHARE <= STEPS:
+            for k in range(SHARE):
+                k0 = (first + k) * BK
+                total = tl.dot(a.load([r0, k0]), b.load([c0, k0]).T, total)
         else:
-            for start in range(0, ALL, STEPS):
+            for start in range(0, SHARE, STEPS):
                 acc = tl.zeros((BM, BN), tl.float32)
-                for k in range(start, min(start + STEPS, ALL)):
-                    acc = tl.dot(a.load([r0, k * BK]), b.load([c0, k * BK]).T, acc)
+                for k in range(start, min(start + STEPS, SHARE)):
+                    k0 = (first + k) * BK
+                    acc = tl.dot(a.load([r0, k0]), b.load([c0, k0]).T, acc)
                 total += acc
         rows = r0 + tl.arange(0, BM)
         ref_a = tl.load(a_ref_ptr + rows, mask=rows < M, other=127).to(tl.int32) - 127
-        _store(total, y_ptr, y, ref_a, b_ref_ptr, r0, c0, M, N, BM, BN, PARTS, SCALE, TMA)
+        columns = c0 + tl.arange(0, BN)
+        ref_b = tl.load(b_ref_ptr + columns, mask=columns < N, other=127).to(tl.int32) - 127
+        result = _unfold(total, ref_a, ref_b, SCALE)
+        if SPLITS == 1:
+            _store(result, y, r0, c0, M, N, BM, BN, PARTS, BLOCKED)
+        elif BLOCKED:
+            _store(result, y, t // TILES * M + r0, c0, M, N, BM, BN, PARTS, BLOCKED)
+        else:
+            share = y + (t // TILES).to(tl.int64) * (M * N)
+            _store(result, share, r0, c0, M, N, BM, BN, PARTS, BLOCKED)
 
 
 def matmul(
@@ -153,19 +171,25 @@ def matmul(
       (rows, columns) of `dtype`, accumulated in float32 up to the FP8 units' own sums.
     """
     (m, k), n = a.data.shape, b.data.shape[0]
-    tile = pick(machine, m=m, n=n, processors=processors)
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
-    itemsize = jnp.dtype(dtype).itemsize
+    tile, splits = pick(machine, m=m, n=n, k=k, processors=processors)
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n) * splits
+    # What splits add up to is rounded once.
+    out_dtype = jnp.dtype(jnp.float32 if splits > 1 else dtype)
+    parts = max(1, tile.n * out_dtype.itemsize // 256)
+    # Descriptors want rows of a multiple of 16 bytes, and shares that do not overlap.
+    blocked = machine.tma and n * out_dtype.itemsize % 16 == 0 and (splits == 1 or m % tile.m == 0)
     (y,) = _launch.launch(
         _kernel,
         a.data,
         b.data,
         a.refs,
         b.refs,
-        out=(jax.ShapeDtypeStruct((m, n), dtype),),
+        out=(jax.ShapeDtypeStruct((splits * m, n), out_dtype),),
         grid=min(tiles, processors),
         num_warps=tile.warps,
         num_stages=tile.stages,
+        tiles={0: (tile.m, tile.k), 1: (tile.n, tile.k)} if machine.tma else None,
+        written={0: (tile.m, tile.n // parts)} if blocked else None,
         M=m,
         N=n,
         K=k,
@@ -175,14 +199,25 @@ def matmul(
         BK=tile.k,
         GROUP=tile.group,
         PROGRAMS=min(tiles, processors),
+        SPLITS=splits,
         STEPS=CHUNK["rotated" if rotated else "plain"] // tile.k,
-        PARTS=itemsize if tile.n == 256 else max(1, itemsize // 2),
-        TMA=n * itemsize % 16 == 0,
+        PARTS=parts,
+        TMA=machine.tma,
+        BLOCKED=blocked,
     )
+    if splits > 1:
+        y = rounded(jnp.sum(y.reshape(splits, m, n), axis=0), jnp.dtype(dtype))
     return y
 
 
-def pick(machine: Machine, *, m: int, n: int, processors: int) -> MatmulTile:
-    """The tile of the shape's class: large where it gives every processor something to do."""
-    tiles = triton.cdiv(m, machine.large.m) * triton.cdiv(n, machine.large.n)
-    return machine.large if tiles >= processors else machine.small
+def pick(machine: Machine, *, m: int, n: int, k: int, processors: int) -> tuple[MatmulTile, int]:
+    """The tile of the shape's class, and into how many shares the contracted axis is split.
+
+    The large tile where it gives nearly every processor something to do; else the small one, and
+    several programs a tile.
+    """
+    large, small = machine.large, machine.small
+    if triton.cdiv(m, large.m) * triton.cdiv(n, large.n) >= 0.75 * processors:
+        return large, 1
+    tiles = triton.cdiv(m, small.m) * triton.cdiv(n, small.n)
+    return small, max(1, min(processors // tiles, k // LEAST_SHARE))

@@ -5,6 +5,7 @@ reads, or its values in bfloat16.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from triton_kernels.fold import fold
 from triton_kernels.machines import Machine, Path
 from triton_kernels.matmul import matmul as folded_matmul
 from triton_kernels.native import native_matmul
+from triton_kernels.overwrite import overwrite_columns
 from triton_kernels.quantize_columns import quantize_columns
 from triton_kernels.quantize_rows import quantize_rows
+from triton_kernels.select import largest
 
 
 @jax.tree_util.register_dataclass
@@ -124,11 +127,18 @@ class Backend:
                 lhs.values, rhs.values, scale=scale, dtype=dtype, rows=rows, columns=columns
             )
         y = self._product(lhs, rhs, scale, dtype)
+        if not y.size:
+            return y
         if rows is not None:
-            y = y.at[rows[0], :].set(rounded(rows[1], dtype), unique_indices=True)
+            where: Any = {"unique_indices": True, "mode": "promise_in_bounds"}
+            y = y.at[rows[0], :].set(rounded(rows[1], dtype), **where)
         if columns is not None:
-            y = y.at[:, columns[0]].set(rounded(columns[1], dtype), unique_indices=True)
+            y = overwrite_columns(y, columns[0], columns[1])
         return y
+
+    def largest(self, norms: jax.Array, k: int) -> jax.Array:
+        """Indices of the k largest norms."""
+        return largest(norms, k)
 
     def _product(self, lhs: Operand, rhs: Operand, scale: float, dtype: jnp.dtype) -> jax.Array:
         a, b = lhs.values, rhs.values

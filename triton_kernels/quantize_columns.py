@@ -5,11 +5,12 @@ tokens is (in, tokens): rows are read and rows of the transpose written, in one 
 
 A folded operand needs a reference exponent a row before all of the row was seen. The kernel guesses
 it from eight values of the row; the format's window of binades is wide enough that the guess nearly
-always serves. `_settle_kernel` then looks at the scales that were found, and writes rows that fell
-out of their window again, with the reference exponent that the row kernel would have used.
+always serves, and where it does not, sets a flag. `_settle_kernel` writes flagged rows again, with
+the reference exponents that the row kernel would have used.
 """
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -24,7 +25,7 @@ from triton_kernels._blocks import (
     to_bits,
     uniform,
 )
-from triton_kernels._view import FOLDS, Kind, View, constants, prepared, view_shapes
+from triton_kernels._view import Kind, View, constants, prepared, view_shapes
 from triton_kernels._write import encode, put, put_scales
 from triton_kernels.machines import Machine
 
@@ -120,6 +121,7 @@ def _kernel(
     scale_ptr,
     ref_ptr,
     norm_ptr,
+    flag_ptr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
@@ -136,6 +138,7 @@ def _kernel(
     MAX_EXP: tl.constexpr,
     MAX_VALUE: tl.constexpr,
     TOP: tl.constexpr,
+    LOW: tl.constexpr,
     E5M2: tl.constexpr,
     PTX: tl.constexpr,
 ):
@@ -223,6 +226,13 @@ def _kernel(
     scale = tl.join(scale0, scale1).reshape(N)
     fault = tl.join(fault0, fault1).reshape(N)
     put_scales(scale_ptr, scale, fault, index, inside)
+    if KIND == "folded":
+        # Zero blocks and faults fit everywhere. A block at the largest scale may hold more than
+        # its largest element.
+        above = scale - tl.broadcast_to(guess[:, None], (C, 2)).reshape(N)
+        outside = (above > TOP) | (above < LOW) | (scale == 127 - MAX_EXP)
+        outside = outside & (scale > -127) & (fault == 0) & inside
+        tl.store(flag_ptr + index * 0 + tl.program_id(0) % STRIPS, 1, mask=outside)
 
 
 @triton.jit
@@ -232,13 +242,14 @@ def _settle_kernel(
     seed_ptr,
     scale_ptr,
     guess_ptr,
+    flag_ptr,
     data_ptr,
     ref_ptr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
+    FLAGGED: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    LOW: tl.constexpr,
     KIND: tl.constexpr,
     NORMS: tl.constexpr,
     PRE_SCALE: tl.constexpr,
@@ -252,37 +263,30 @@ def _settle_kernel(
     MAX_EXP: tl.constexpr,
     MAX_VALUE: tl.constexpr,
     TOP: tl.constexpr,
+    LOW: tl.constexpr,
     E5M2: tl.constexpr,
     PTX: tl.constexpr,
 ):
     """A program: C columns, and the blocks of one of SEGMENTS. `data_ptr` is read and written."""
     BLOCKS: tl.constexpr = ROWS // 32
     STRIPS: tl.constexpr = (COLUMNS + C - 1) // C
-    AT_ONCE: tl.constexpr = 64
+    AT_ONCE: tl.constexpr = 128
     first = (tl.program_id(0) % STRIPS) * C
     segment = tl.program_id(0) // STRIPS
     column = first + tl.arange(0, C)
     inside = column < COLUMNS
     ref = tl.load(guess_ptr + column, mask=inside, other=127).to(tl.int32) - 127
 
-    least = tl.full((C,), 255, tl.int32)
-    most = tl.zeros((C,), tl.int32)
-    for i in range(0, BLOCKS, AT_ONCE):
-        nth = i + tl.arange(0, AT_ONCE)
-        ptr = scale_ptr + (column.to(tl.int64) * BLOCKS)[:, None] + nth[None, :]
-        there = inside[:, None] & (nth < BLOCKS)[None, :]
-        byte = tl.load(ptr, mask=there, other=0).to(tl.int32)
-        # Zero blocks and faults fit everywhere.
-        fits = (byte == 0) | (byte == 255)
-        least = tl.minimum(least, tl.min(tl.where(fits, 255, byte), 1))
-        most = tl.maximum(most, tl.max(tl.where(fits, 0, byte), 1))
-    # A block at the largest scale may hold more than its largest element.
-    outside = most == 254 - MAX_EXP
-    outside |= (most > 0) & ((most - 127 - ref > TOP) | (least - 127 - ref < LOW))
-    ref = tl.where(outside, tl.maximum(most - 127 - TOP, -127), ref)
-    if segment == 0:
-        tl.store(ref_ptr + column, (ref + 127).to(tl.uint8), mask=inside)
-    if tl.max(outside.to(tl.int32), 0) > 0:
+    settled = ref
+    if tl.load(flag_ptr + first // FLAGGED) > 0:
+        most = tl.zeros((C,), tl.int32)
+        for i in range(0, BLOCKS, AT_ONCE):
+            nth = i + tl.arange(0, AT_ONCE)
+            ptr = scale_ptr + (column.to(tl.int64) * BLOCKS)[:, None] + nth[None, :]
+            there = inside[:, None] & (nth < BLOCKS)[None, :]
+            byte = tl.load(ptr, mask=there, other=0).to(tl.int32)
+            most = tl.maximum(most, tl.max(tl.where(byte == 255, 0, byte), 1))
+        settled = tl.maximum(most - 127 - TOP, -127)
         for i in range((BLOCKS + SEGMENTS - 1) // SEGMENTS):
             block = i * SEGMENTS + segment
             data, _, _, _ = _block(
@@ -291,7 +295,7 @@ def _settle_kernel(
                 seed_ptr,
                 first,
                 block,
-                ref,
+                settled,
                 ROWS,
                 COLUMNS,
                 C,
@@ -311,7 +315,9 @@ def _settle_kernel(
                 PTX,
             )
             index = column.to(tl.int64) * BLOCKS + block
-            put(data_ptr, data, index, inside & outside & (block < BLOCKS), KIND, 1 + M + E)
+            put(data_ptr, data, index, inside & (block < BLOCKS), KIND, 1 + M + E)
+    if segment == 0:
+        tl.store(ref_ptr + column, (settled + 127).to(tl.uint8), mask=inside)
 
 
 def quantize_columns(
@@ -348,30 +354,33 @@ def quantize_columns(
     shapes = view_shapes(columns, rows, fmt=spec.mx, kind=kind, norms=parts if norms else 1)
     sizes = {"ROWS": rows, "COLUMNS": columns}
     facts = constants(spec, kind=kind, machine=machine, norms=norms)
-    data, scales, refs, squares = _launch.launch(
+    strips = triton.cdiv(columns, COLUMNS_PER_PROGRAM)
+    data, scales, refs, squares, flags = _launch.launch(
         _kernel,
         *inputs,
-        out=shapes,
-        grid=triton.cdiv(columns, COLUMNS_PER_PROGRAM) * parts,
+        out=(*shapes, jax.ShapeDtypeStruct((strips if kind == "folded" else 1,), jnp.int32)),
+        zeroed=(4,) if kind == "folded" else (),
+        grid=strips * parts,
         num_warps=2 if paired else 4,
         C=COLUMNS_PER_PROGRAM,
         **sizes,
         **facts,
     )
     if kind == "folded":
-        data, refs = _launch.launch(
+        refs, data = _launch.launch(
             _settle_kernel,
             *inputs,
             scales,
             refs,
+            flags,
             data,
-            out=(shapes[0], shapes[2]),
-            aliases={5: 0},
+            out=(shapes[2], shapes[0]),
+            aliases={6: 1},
             grid=triton.cdiv(columns, SETTLED_COLUMNS) * SETTLED_SEGMENTS,
             num_warps=1 if paired else 2,
             C=SETTLED_COLUMNS,
+            FLAGGED=COLUMNS_PER_PROGRAM,
             SEGMENTS=SETTLED_SEGMENTS,
-            LOW=FOLDS[spec.format].low,
             **sizes,
             **facts,
         )

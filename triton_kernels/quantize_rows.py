@@ -65,6 +65,7 @@ def _kernel(
     MAX_EXP: tl.constexpr,
     MAX_VALUE: tl.constexpr,
     TOP: tl.constexpr,
+    LOW: tl.constexpr,
     E5M2: tl.constexpr,
     PTX: tl.constexpr,
 ):

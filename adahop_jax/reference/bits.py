@@ -34,6 +34,8 @@ def rounded(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
     XLA on GPUs drops a rounding to bfloat16 or float16 whose result is cast back to float32.
     """
+    if x.dtype == dtype:
+        return x
     if dtype == jnp.bfloat16:
         x = lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
     narrow = x.astype(dtype)

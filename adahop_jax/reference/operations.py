@@ -1,10 +1,10 @@
 """The operations that every backend offers, on plain 2-D arrays; here in plain JAX.
 
-A backend is an object with six of these functions: `quantize` and `dequantize` for arrays that are
-stored, `operand`, `residual`, `load` and `matmul` for products. What `operand` and `load` return is the
-backend's own: whatever its `matmul` takes. Here it is the dequantized values in bfloat16, which
-holds every element times every scale exactly. In operands and residuals the contracted axis
-comes last. Each is compiled as a unit, to be quick outside `jit` too.
+A backend is an object with seven of these functions: `quantize` and `dequantize` for arrays that
+are stored; `operand`, `residual`, `load`, `matmul` and `largest` for products. What `operand` and
+`load` return is the backend's own: whatever its `matmul` takes. Here it is the dequantized values
+in bfloat16, which holds every element times every scale exactly. In operands and residuals the
+contracted axis comes last. Each is compiled as a unit, to be quick outside `jit` too.
 """
 
 import functools
@@ -110,7 +110,7 @@ def operand(
     sign_seed: jax.Array | None = None,
     norms: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`quantize`'s result as this backend's `matmul` takes it, and norms as `residual` gives them."""
+    """`quantize`'s result as this backend's `matmul` takes it, and norms as `residual` has them."""
     codes, scales = _encode(x, axis, spec, seed, sign_seed)
     values = decode(codes, scales, axis=axis, fmt=spec.mx).astype(jnp.bfloat16)
     return _last(values, axis), squared_norms(x, axis=axis) if norms else None
@@ -150,6 +150,11 @@ def matmul(
     if columns is not None:
         y = y.at[:, columns[0]].set(columns[1])
     return rounded(y, dtype)
+
+
+def largest(norms: jax.Array, k: int) -> jax.Array:
+    """Indices of the k largest norms, ties to the lower index: int32 (k,), in any order."""
+    return lax.top_k(norms, k)[1]
 
 
 def dot(

@@ -5,10 +5,9 @@ Needs TRITON_INTERPRET=1 before Triton is imported.
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.machines import MACHINES
 
@@ -67,7 +66,19 @@ class _Tensor:
         return self.array.itemsize
 
 
-def launch(kernel, *arrays, out, grid, num_warps, num_stages=1, aliases=None, **constants):
+def launch(
+    kernel,
+    *arrays,
+    out,
+    grid,
+    num_warps,
+    num_stages=1,
+    aliases=None,
+    tiles=None,
+    written=None,
+    zeroed=(),
+    **constants,
+):
     """As `triton_kernels._launch.launch`; results start poisoned."""
     inputs = [_Tensor(np.array(array)) for array in arrays]
     results = []
@@ -77,8 +88,15 @@ def launch(kernel, *arrays, out, grid, num_warps, num_stages=1, aliases=None, **
             results.append(inputs[taken[0]])
             continue
         size = int(np.prod(spec.shape)) * jnp.dtype(spec.dtype).itemsize
-        raw = np.full(size, POISON, np.uint8)
+        raw = np.full(size, 0 if i in zeroed else POISON, np.uint8)
         results.append(_Tensor(raw.view(spec.dtype).reshape(spec.shape)))
-    fresh = [r for i, r in enumerate(results) if i not in (aliases or {}).values()]
+    described = {i: (inputs[i], tile) for i, tile in (tiles or {}).items()}
+    for i, tile in (written or {}).items():
+        described[len(inputs)] = results[i], tile
+        inputs.append(results[i])
+    for i, (base, tile) in described.items():
+        inputs[i] = TensorDescriptor(base, base.shape, base.stride(), tile)
+    taken_over = {*(aliases or {}).values(), *(written or {})}
+    fresh = [r for i, r in enumerate(results) if i not in taken_over]
     kernel[(grid,)](*inputs, *fresh, **constants)
     return tuple(jnp.asarray(r.array) for r in results)
