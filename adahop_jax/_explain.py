@@ -22,6 +22,9 @@ class Row:
       backend: what runs the quantized part; empty for a product in full.
       multiply_adds: of the whole product, in all copies of a stacked layer.
       share_in_dtype: of the multiply-adds, how many stay in `dtype`.
+      speedup: expected time in BF16 over expected time as planned, quantization included; below 1,
+        the product is too small for its plan to pay. None for a product in full, or where the
+        backend knows no rates.
     """
 
     path: str
@@ -32,6 +35,7 @@ class Row:
     backend: str
     multiply_adds: int
     share_in_dtype: float
+    speedup: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +52,7 @@ class Explanation:
         return kept / total if total else 0.0
 
     def __str__(self) -> str:
-        head = ("layer", "product", "strategy", "why", "k", "runs on", "in dtype")
+        head = ("layer", "product", "strategy", "why", "k", "runs on", "in dtype", "vs bf16")
         body = [
             (
                 row.path,
@@ -58,6 +62,7 @@ class Explanation:
                 str(row.k or "-"),
                 row.backend or "dtype",
                 f"{row.share_in_dtype:.1%}",
+                "-" if row.speedup is None else f"{row.speedup:.2f}x",
             )
             for row in self.rows
         ]
@@ -66,7 +71,14 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in (head, *body)
         ]
-        return "\n".join([*lines, f"multiply-adds in dtype: {self.share_in_dtype:.2%}"])
+        lines.append(f"multiply-adds in dtype: {self.share_in_dtype:.2%}")
+        slower = sum(row.speedup is not None and row.speedup < 1 for row in self.rows)
+        if slower:
+            lines.append(
+                f"{slower} of {len(self.rows)} products are expected to be faster in BF16: too "
+                "small to pay for quantizing; leave them full"
+            )
+        return "\n".join(lines)
 
 
 def explain(plan: Plan, layers: Iterable[LayerInfo], *, backend: str | None = None) -> Explanation:
@@ -94,15 +106,27 @@ def _row(plan: Plan, layer: LayerInfo, product: Product, backend: str | None) ->
     if layer_plan.patterns is not None:
         why = "-".join(_strategy.key(product, layer_plan.patterns))
     k, size = _extracted(product, product_plan, layer)
+    backend_name, speedup = "", None
+    if not product_plan.is_full:
+        backend_name, operations = resolve(backend)
+        rows, columns, length = _shape(product, layer)
+        speedup = operations.speedup(
+            rows=rows,
+            columns=columns,
+            length=length,
+            stored=product == "wgrad",
+            extracted=_side(product, product_plan),
+        )
     return Row(
         path=layer.path,
         product=product,
         strategy=product_plan.strategy,
         why=why,
         k=k,
-        backend="" if product_plan.is_full else resolve(backend)[0],
+        backend=backend_name,
         multiply_adds=layer.copies * layer.tokens * layer.in_features * layer.out_features,
         share_in_dtype=1.0 if product_plan.is_full else k / max(size, 1),
+        speedup=speedup,
     )
 
 
@@ -110,10 +134,23 @@ def _extracted(product: Product, plan: ProductPlan, layer: LayerInfo) -> tuple[i
     """How many rows or columns are extracted, and of how many."""
     if plan.outliers is None:
         return 0, 1
-    side = OPERANDS[product].index(plan.outliers.tensor)
-    result = {
-        "fwd": (layer.tokens, layer.out_features),
-        "dgrad": (layer.tokens, layer.in_features),
-        "wgrad": (layer.in_features, layer.out_features),
-    }[product]
-    return plan.outliers.count(result[side]), result[side]
+    size = _shape(product, layer)[0 if _side(product, plan) == "lhs" else 1]
+    return plan.outliers.count(size), size
+
+
+def _side(product: Product, plan: ProductPlan) -> str | None:
+    """Which operand is extracted, "lhs" or "rhs", if one is."""
+    if plan.outliers is None:
+        return None
+    return ("lhs", "rhs")[OPERANDS[product].index(plan.outliers.tensor)]
+
+
+def _shape(product: Product, layer: LayerInfo) -> tuple[int, int, int]:
+    """Rows, columns and contracted length of a product."""
+    match product:
+        case "fwd":
+            return layer.tokens, layer.out_features, layer.in_features
+        case "dgrad":
+            return layer.tokens, layer.in_features, layer.out_features
+        case "wgrad":
+            return layer.in_features, layer.out_features, layer.tokens

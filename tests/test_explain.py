@@ -63,9 +63,9 @@ def test_text_says_what_runs_and_why():
     lines = str(ah.explain(ah.Plan(layers=(("a", layer),)), LAYERS[:1])).splitlines()
     assert [line.split() for line in lines[1:4]] == [
         # Keys in the authors' orientation: X - opp(W), dY - W, opp(dY) - X.
-        ["a", "fwd", "full", "column-column", "-", "dtype", "100.0%"],
-        ["a", "dgrad", "mxfp4", "row-row", "-", "reference", "0.0%"],
-        ["a", "wgrad", "iht+oe(x)", "column-column", "5", "reference", "5.0%"],
+        ["a", "fwd", "full", "column-column", "-", "dtype", "100.0%", "-"],
+        ["a", "dgrad", "mxfp4", "row-row", "-", "reference", "0.0%", "-"],
+        ["a", "wgrad", "iht+oe(x)", "column-column", "5", "reference", "5.0%", "-"],
     ]
     assert lines[4] == "multiply-adds in dtype: 35.00%"
 

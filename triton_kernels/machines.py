@@ -16,6 +16,8 @@ from typing import Literal
 
 import jax
 
+from triton_kernels.estimate import Rates
+
 Path = Literal["native", "fp8", "bf16"]
 PATHS: tuple[Path, ...] = ("native", "fp8", "bf16")
 
@@ -50,7 +52,8 @@ class Machine:
       target: (backend, arch, warp size) for Triton's compiler.
       large, small: the product's tile where there are enough of them for all processors, and where
         there are not.
-      measured: on which GPU the tiles were measured; empty if they were not.
+      measured: on which GPU tiles and rates were measured; empty if they were not.
+      rates: what it was measured to do; None if it was not.
     """
 
     name: str
@@ -61,6 +64,7 @@ class Machine:
     large: MatmulTile
     small: MatmulTile
     measured: str = ""
+    rates: Rates | None = None
 
     @property
     def tma(self) -> bool:
@@ -90,6 +94,9 @@ MACHINES = {
             large=_HOPPER,
             small=_HOPPER_SMALL,
             measured="NVIDIA H200",
+            rates=Rates(
+                bf16=810e12, fp8=1520e12, quantize=3.4e12, fold=3.8e12, read=3.5e12, kernel=2e-6
+            ),
         ),
         Machine(
             name="10.0",

@@ -14,6 +14,7 @@ from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax.reference import operations as reference
 from adahop_jax.reference.bits import rounded
 from triton_kernels._view import BLOCK, Kind, View
+from triton_kernels.estimate import speedup
 from triton_kernels.fold import fold
 from triton_kernels.machines import Machine, Path
 from triton_kernels.matmul import matmul as folded_matmul
@@ -139,6 +140,21 @@ class Backend:
     def largest(self, norms: jax.Array, k: int) -> jax.Array:
         """Indices of the k largest norms."""
         return largest(norms, k)
+
+    def speedup(
+        self, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+    ) -> float | None:
+        """Expected time in BF16 over expected time here; None on machines never measured."""
+        if self._machine.rates is None or self._path != "fp8":
+            return None
+        return speedup(
+            self._machine.rates,
+            rows=rows,
+            columns=columns,
+            length=length,
+            stored=stored,
+            extracted=extracted,
+        )
 
     def _product(self, lhs: Operand, rhs: Operand, scale: float, dtype: jnp.dtype) -> jax.Array:
         a, b = lhs.values, rhs.values

@@ -1,7 +1,8 @@
 """The operations that every backend offers, on plain 2-D arrays; here in plain JAX.
 
-A backend is an object with seven of these functions: `quantize` and `dequantize` for arrays that
-are stored; `operand`, `residual`, `load`, `matmul` and `largest` for products. What `operand` and
+A backend is an object with eight of these functions: `quantize` and `dequantize` for arrays that
+are stored; `operand`, `residual`, `load`, `matmul` and `largest` for products; and
+`speedup`. What `operand` and
 `load` return is the backend's own: whatever its `matmul` takes. Here it is the dequantized values
 in bfloat16, which holds every element times every scale exactly. In operands and residuals the
 contracted axis comes last. Each is compiled as a unit, to be quick outside `jit` too.
@@ -155,6 +156,23 @@ def matmul(
 def largest(norms: jax.Array, k: int) -> jax.Array:
     """Indices of the k largest norms, ties to the lower index: int32 (k,), in any order."""
     return lax.top_k(norms, k)[1]
+
+
+def speedup(
+    *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+) -> float | None:
+    """Expected time of a (rows, length) by (length, columns) product in BF16 over its time here.
+
+    Args:
+      rows, columns: of the result.
+      length: of the contracted axis.
+      stored: whether the left operand is a residual.
+      extracted: "lhs" or "rhs" if rows or columns are extracted, or None.
+
+    Returns:
+      The ratio; None where nothing is known, as here.
+    """
+    return None
 
 
 def dot(
