@@ -1,0 +1,1 @@
+"""How fast the kernels are: `python -m benchmarks.run` on a GPU prints tables and writes JSON."""
