@@ -1,6 +1,9 @@
 """The gate before any timing: what is timed has to be right."""
 
-from collections.abc import Iterator, Mapping
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -30,29 +33,32 @@ def check(ops: Any, plans: Mapping[str, ah.LayerPlan]) -> None:
     Raises:
       GateError: with everything that is wrong.
     """
-    wrong = [*_kernels(ops), *_products(ops)]
-    for name, plan in plans.items():
-        wrong += [f"layer {name}: {text}" for text in _layer(plan)]
+    checks: list[Callable[[], Iterator[str]]] = [functools.partial(_products, ops)]
+    checks += [
+        functools.partial(_kernel, ops, name, axis) for name in kernels.SPECS for axis in (0, 1)
+    ]
+    checks += [functools.partial(_layer, name, plan) for name, plan in plans.items()]
+    # Side by side, as compiling is what takes long.
+    with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
+        wrong = [text for texts in pool.map(lambda check: list(check()), checks) for text in texts]
     if wrong:
         raise GateError("; ".join(wrong))
 
 
-def _kernels(ops: Any) -> Iterator[str]:
+def _kernel(ops: Any, name: str, axis: int) -> Iterator[str]:
     tokens, width, _ = GATE
     x = jax.random.normal(jax.random.key(3), (tokens, width), jnp.bfloat16)
-    for name, spec in kernels.SPECS.items():
-        for axis in (0, 1):
-            got, want = (
-                jax.jit(kernels.quantizing(b.residual, axis=axis, spec=spec, norms=True))(
-                    x, kernels.seed()
-                )
-                for b in (ops, reference)
-            )
-            for part, ours, theirs in zip(("codes", "scales"), got, want, strict=False):
-                if not np.array_equal(ours, theirs):
-                    yield f"{name}, axis {axis}: {part} differ from the reference's"
-            if not np.allclose(got[2], want[2], rtol=1e-5):
-                yield f"{name}, axis {axis}: norms differ from the reference's"
+    got, want = (
+        jax.jit(kernels.quantizing(b.residual, axis=axis, spec=kernels.SPECS[name], norms=True))(
+            x, kernels.seed()
+        )
+        for b in (ops, reference)
+    )
+    for part, ours, theirs in zip(("codes", "scales"), got, want, strict=False):
+        if not np.array_equal(ours, theirs):
+            yield f"{name}, axis {axis}: {part} differ from the reference's"
+    if not np.allclose(got[2], want[2], rtol=1e-5):
+        yield f"{name}, axis {axis}: norms differ from the reference's"
 
 
 def _products(ops: Any) -> Iterator[str]:
@@ -73,7 +79,7 @@ def _products(ops: Any) -> Iterator[str]:
             yield f"{name}: relative error {error:.1e}, wanted below {LIMIT:.0e}"
 
 
-def _layer(plan: ah.LayerPlan) -> Iterator[str]:
+def _layer(label: str, plan: ah.LayerPlan) -> Iterator[str]:
     tokens, width, out = GATE
     variables, x, dy = layers.tensors(tokens, width, out)
     # Rows and columns of very different size, so that none is extracted by a hair's breadth.
@@ -90,7 +96,10 @@ def _layer(plan: ah.LayerPlan) -> Iterator[str]:
         for got, want in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             error = relative(got, np.asarray(want, np.float64))
             if not error < LIMIT:
-                yield f"{name} {got.shape}: relative error {error:.1e}, wanted below {LIMIT:.0e}"
+                yield (
+                    f"layer {label}: {name} {got.shape}: relative error {error:.1e}, "
+                    f"wanted below {LIMIT:.0e}"
+                )
 
 
 def relative(got: jax.Array, want: np.ndarray) -> float:
