@@ -140,7 +140,7 @@ def _kernel(
         elif BLOCKED:
             _store(result, y, t // TILES * M + r0, c0, M, N, BM, BN, PARTS, BLOCKED)
         else:
-            share = y + (t // TILES).to(tl.int64) * (M * N)
+            share = y + t // TILES * (M * N)
             _store(result, share, r0, c0, M, N, BM, BN, PARTS, BLOCKED)
 
 

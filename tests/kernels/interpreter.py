@@ -6,11 +6,15 @@ Needs TRITON_INTERPRET=1 before Triton is imported.
 import dataclasses
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.machines import MACHINES
 
+FP8 = {"fp8e5": ml_dtypes.float8_e5m2, "fp8e4nv": ml_dtypes.float8_e4m3fn}
 POISON = 0xA5
 MACHINE = dataclasses.replace(MACHINES["9.0"], target=("interpreter", "", 32))
 
@@ -90,6 +94,9 @@ def launch(
         size = int(np.prod(spec.shape)) * jnp.dtype(spec.dtype).itemsize
         raw = np.full(size, 0 if i in zeroed else POISON, np.uint8)
         results.append(_Tensor(raw.view(spec.dtype).reshape(spec.shape)))
+    # The interpreter hands strings on as they are, which `tl.dot_scaled` does not take.
+    if "FORMAT" in constants:
+        constants["FORMAT"] = tl.constexpr(constants["FORMAT"])
     described = {i: (inputs[i], tile) for i, tile in (tiles or {}).items()}
     for i, tile in (written or {}).items():
         described[len(inputs)] = results[i], tile
@@ -100,3 +107,9 @@ def launch(
     fresh = [r for i, r in enumerate(results) if i not in taken_over]
     kernel[(grid,)](*inputs, *fresh, **constants)
     return tuple(jnp.asarray(r.array) for r in results)
+
+
+def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """`InterpreterBuilder.create_dot` of FP8 tensors; its own multiplies float16, without BLAS."""
+    left, right = (x.data.view(FP8[x.dtype.name]).astype(np.float32) for x in (a, b))
+    return TensorHandle(left @ right + d.data, d.dtype.scalar)
