@@ -43,7 +43,7 @@ def resolve(backend: str | None) -> tuple[str, Any]:
         raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refusal}")
     if refusal:
         name, operations, _ = _load("reference", device)
-    _log_once(name, str(device), refusal)
+    _log_once(name, str(device), refusal if device.platform == "gpu" else "")
     return name, operations
 
 
@@ -80,5 +80,6 @@ def _device() -> jax.Device:
 
 @functools.cache
 def _log_once(name: str, device: str, refusal: str) -> None:
-    why = f" (no kernels: {refusal})" if refusal else ""
-    _logger.info("MX products run on the %r backend, %s%s", name, device, why)
+    _logger.info("MX products run on the %r backend, %s", name, device)
+    if refusal:
+        _logger.warning("MX products on %s run in plain JAX, slowly: %s", device, refusal)

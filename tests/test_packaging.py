@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_wheel_lists_every_package_of_the_library() -> None:
-    folders = {file.parent for file in (ROOT / "adahop_jax").rglob("*.py")}
+def test_wheel_lists_every_package_of_the_library_and_its_kernels() -> None:
+    tops = ("adahop_jax", "triton_kernels")
+    folders = {file.parent for top in tops for file in (ROOT / top).rglob("*.py")}
     found = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
 
