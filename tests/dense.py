@@ -1,4 +1,7 @@
-"""What the tests of `Dense` share: plans by name, and a layer's result with its gradients."""
+"""What the tests of `Dense` share: plans by name, and a layer's result with its gradients.
+
+And on which platform they run: that of JAX' default device, which `platform` in conftest.py sets.
+"""
 
 import functools
 
@@ -7,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import adahop_jax as ah
+from adahop_jax._dispatch import resolve
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 
@@ -32,7 +36,36 @@ PLANS = {
 }
 QUANTIZED = {name: plan for name, plan in PLANS.items() if name != "full"}
 
-jit_fast = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+# What is compiled once runs once: the arithmetic is the same, and compiling takes most of the time.
+COMPILER_OPTIONS = {
+    "cpu": {"xla_backend_optimization_level": 0},
+    "gpu": {"xla_gpu_autotune_level": 0},
+}
+
+
+def platform():
+    """That of JAX' default device."""
+    device = jax.config.jax_default_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def backend():
+    """The backend that quantized products take here."""
+    return resolve(None)[0]
+
+
+def jit_fast(function, **arguments):
+    """`jax.jit`, with what makes compiling quick on the platform that it is called on."""
+    compiled = {
+        name: jax.jit(function, compiler_options=options, **arguments)
+        for name, options in COMPILER_OPTIONS.items()
+    }
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        return compiled[platform()](*args, **kwargs)
+
+    return call
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -45,9 +78,7 @@ def products(layer, variables, x, dy, rngs=None):
     return y, *pullback(dy)
 
 
-_run = functools.partial(
-    jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0}
-)(products)
+_run = jit_fast(products, static_argnums=0)
 
 
 def run(layer, variables, x, dy, rngs=None):

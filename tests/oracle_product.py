@@ -45,7 +45,7 @@ def largest(t, *, axis, k):
     return np.argsort(-norms, kind="stable")[:k]
 
 
-def product(name, tensors, plan, *, k=0, seeds=None, signs=None):
+def product(name, tensors, plan, *, k=0, seeds=None, signs=None, backend="reference"):
     """The product before it is rounded to `dtype`, float64.
 
     Args:
@@ -55,15 +55,16 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None):
       k: rows or columns that it extracts.
       seeds: two uint32 for every tensor that is rounded stochastically.
       signs: +-1 of the randomized transform.
+      backend: that computes it, which decides how exactly sums are accumulated.
 
     Returns:
-      The product and a bound of what float32 accumulation may add to it, same shape.
+      The product and a bound of what accumulation may add to it, same shape.
     """
     names, axes = OPERANDS[name], CONTRACT[name]
     lhs, rhs = (np.asarray(tensors[n]) for n in names)
     if plan.lhs is None:
         y, size = contract(lhs, rhs, axes), contract(np.abs(lhs), np.abs(rhs), axes)
-        return y, _bound(size, lhs.shape[axes[0]])
+        return y, _bound(size, lhs.shape[axes[0]], backend)
     seeds = seeds or {}
     specs = dict(zip(names, (plan.lhs, plan.rhs), strict=True))
     a, b = (
@@ -74,6 +75,9 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None):
     length = max(a.shape[axes[0]], b.shape[axes[1]])
     a, b = _padded(a, axes[0], length), _padded(b, axes[1], length)
     y, size = contract(a, b, axes) * undo, contract(np.abs(a), np.abs(b), axes) * undo
+    bound = _bound(size, length, backend)
+    if backend == "triton:fp8":
+        bound += _fp8_bound(size, length)
     if plan.outliers is not None:
         side = names.index(plan.outliers.tensor)
         out_axis = 1 - axes[side]
@@ -92,13 +96,25 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None):
             factor = 1
         places = (index, slice(None)) if side == 0 else (slice(None), index)
         y[places] = contract(*pair, axes) * factor
-        size[places] = contract(np.abs(pair[0]), np.abs(pair[1]), axes) * factor
-    return y, _bound(size, length)
+        size = contract(np.abs(pair[0]), np.abs(pair[1]), axes) * factor
+        bound[places] = _bound(size, length, backend)
+    return y, bound
 
 
-def _bound(size, length):
-    """float32 rounds once per addition, and once more for the factor; `size` is of |a| |b|."""
-    return (length + 2) * 2.0**-24 * size
+def _bound(size, length, backend):
+    """float32 rounds once per addition, and once more for the factor; `size` is of |a| |b|.
+
+    A GPU's matrix units cut off in place of rounding, which is twice that.
+    """
+    return (length + 2) * (2.0**-24 if backend == "reference" else 2.0**-23) * size
+
+
+def _fp8_bound(size, length):
+    """Four times 2^-13 for every 32 products: of what is cut off from a sum (docs/numerics.md).
+
+    A code that is off by one moves a result by about size / length / 4, which is more.
+    """
+    return -(-length // 32) * 2.0**-11 * size
 
 
 def _padded(t, axis, length):

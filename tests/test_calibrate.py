@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import adahop_jax as ah
 from adahop_jax._calibrate import plan_from_labels
 from adahop_jax._patterns import CODES
+from tests.dense import assert_near
 
 NONE, ROW, COLUMN = CODES
 
@@ -39,7 +40,7 @@ def _loss(scale=1.0):
 
 
 @pytest.fixture(scope="module")
-def variables():
+def variables(platform):
     return Mlp().init(jax.random.key(9), _batch(0))
 
 
@@ -83,21 +84,22 @@ def test_micro_batches_of_very_different_scale_merge(variables):
         np.testing.assert_allclose(merged, one, rtol=1e-5, atol=1e-12)
 
 
-@pytest.mark.skipif("jax.device_count() < 2", reason="needs two devices")
+@pytest.mark.cpu_only("needs two devices")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_batches_give_the_same_plan(variables, whole, axis_type):
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
         sharding = NamedSharding(mesh, PartitionSpec("data"))
         batches = [jax.device_put(_batch(i), sharding) for i in range(3)]
         assert ah.calibrate(_loss(), variables, batches, steps=3, level=1) == whole
 
 
-def test_gradients_and_loss_are_those_of_training(variables):
+def test_gradients_and_loss_are_those_of_training(variables, platform):
     loss, gradients, _ = jax.jit(ah.observe(_loss()))(variables, _batch(0))
     want, want_gradients = jax.jit(jax.value_and_grad(_loss()))(variables, _batch(0))
-    assert loss == want
-    jax.tree.map(np.testing.assert_array_equal, gradients, want_gradients["params"])
+    # XLA on a GPU sums in another order where statistics are fused with what they are of.
+    tolerance = 0 if platform == "cpu" else 1e-5
+    assert_near((loss, gradients), (want, want_gradients["params"]), tolerance)
 
 
 def test_variables_are_left_as_they_were(variables, whole):

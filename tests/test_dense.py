@@ -169,7 +169,7 @@ def test_gradient_of_a_float32_kernel_is_not_rounded_to_bfloat16():
 
 
 @each_quantized
-def test_bias_is_added_after_the_product_and_its_gradient_summed_in_float32(plan):
+def test_bias_is_added_after_the_product_and_its_gradient_summed_in_float32(plan, platform):
     x = normal(0, 3, 40, 40, dtype=jnp.bfloat16)
     dy = normal(1, 3, 40, 24, dtype=jnp.bfloat16)
     layer = ah.Dense(24, plan=plan, dtype=jnp.bfloat16)
@@ -178,7 +178,12 @@ def test_bias_is_added_after_the_product_and_its_gradient_summed_in_float32(plan
     bare = ah.Dense(24, plan=plan, dtype=jnp.bfloat16, use_bias=False)
     kernel = {"params": {"kernel": variables["params"]["kernel"]}}
     product, *_ = run(bare, kernel, x, dy)
-    assert_same(y, product + variables["params"]["bias"].astype(jnp.bfloat16)[None, None])
+    summed = product + variables["params"]["bias"].astype(jnp.bfloat16)[None, None]
+    if plan.default.fwd.is_full and platform == "gpu":
+        # nn.Dense's own product, into which XLA there may draw the sum before it is rounded.
+        assert_near(y, summed, 2.0**-7)
+    else:
+        assert_same(y, summed)
     want = np.asarray(dy, np.float64).sum((0, 1))
     np.testing.assert_allclose(gradients["params"]["bias"], want, atol=1e-4)
 
@@ -253,7 +258,8 @@ def test_precision_reaches_the_side_products():
     """And the product in float32 is no different for it, so nothing else shows it on a CPU."""
     layer = ah.Dense(24, plan=PLANS["oe-lhs"], precision="highest", use_bias=False)
     x = normal(0, 40, 72)
-    text = str(jax.make_jaxpr(layer.apply)(_variables(layer, x), x))
+    with jax.default_matmul_precision("default"):
+        text = str(jax.make_jaxpr(layer.apply)(_variables(layer, x), x))
     assert "Precision.HIGHEST" in text
 
 

@@ -12,7 +12,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adahop_jax as ah
-from tests.dense import PLANS, assert_near, assert_same, jit_fast, layer_plan, normal, products, run
+from tests.dense import (
+    PLANS,
+    assert_near,
+    assert_same,
+    backend,
+    jit_fast,
+    layer_plan,
+    normal,
+    products,
+    run,
+)
 
 TOKENS, IN, OUT = 96, 160, 64
 PARAMETERS = [("float32", (IN, OUT)), ("float32", (OUT,))]
@@ -82,29 +92,42 @@ class TestResiduals:
         assert bytes_of(_residuals(PLANS["iht"], jnp.bfloat16)) == full * 17 / 64
 
 
-def _primitives(jaxpr):
-    """Names of all primitives, those inside called functions too."""
+def _equations(jaxpr):
+    """All equations, those inside called functions too."""
     for equation in jaxpr.eqns:
-        yield equation.primitive.name
+        yield equation
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
         ):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
-                yield from _primitives(inner)
+                yield from _equations(inner)
+
+
+def _product_of(equation):
+    """ "dot_general", "kernel" or None."""
+    if equation.primitive.name == "triton_kernel_call":
+        module = equation.params["fn"].fn.__module__
+        return "kernel" if module == "triton_kernels.matmul" else None
+    return "dot_general" if equation.primitive.name == "dot_general" else None
 
 
 @pytest.mark.parametrize(
-    "plan, products", [("full", 3), ("mxfp4", 3), ("iht", 3), ("oe-lhs", 6), ("mixed", 4)]
+    "plan, quantized, others",
+    [("full", 0, 3), ("mxfp4", 3, 0), ("iht", 3, 0), ("oe-lhs", 3, 3), ("mixed", 2, 2)],
 )
-def test_dot_generals_of_a_gradient(plan, products):
+def test_products_of_a_gradient(plan, quantized, others):
     """fwd, dgrad and wgrad, and a side product for each that extracts outliers."""
     layer, x = ah.Dense(OUT, plan=PLANS[plan]), normal(0, TOKENS, IN)
     variables = layer.init(jax.random.key(0), x)
     jaxpr = jax.make_jaxpr(
         jax.grad(lambda v, x: jnp.sum(layer.apply(v, x)), argnums=(0, 1))
     )(variables, x)  # fmt: skip
-    assert collections.Counter(_primitives(jaxpr.jaxpr))["dot_general"] == products
+    found = collections.Counter(_product_of(equation) for equation in _equations(jaxpr.jaxpr))
+    if backend() == "triton:fp8":
+        assert (found["kernel"], found["dot_general"]) == (quantized, others)
+    else:
+        assert (found["kernel"], found["dot_general"]) == (0, quantized + others)
 
 
 @pytest.mark.standard_promotion  # optax.adam
@@ -174,7 +197,7 @@ def test_training_moves_every_kernel_and_learns(plan):
 
 
 def _mesh(kind):
-    return jax.make_mesh((2,), ("d",), axis_types=(kind,))
+    return jax.make_mesh((2,), ("d",), axis_types=(kind,), devices=jax.devices("cpu"))
 
 
 LAYOUTS = {  # x, kernel, bias, dY
@@ -184,6 +207,7 @@ LAYOUTS = {  # x, kernel, bias, dY
 }
 
 
+@pytest.mark.cpu_only("needs two devices")
 class TestSharding:
     """Over two devices as on one; the shards of 48 and 72 are no whole blocks (F60)."""
 

@@ -113,7 +113,7 @@ class Stack(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def stacked():
+def stacked(platform):
     """Variables of three blocks as the loop has them and as the scan has them, and a batch."""
     x = normal(0, 33, 40)
     looped = Stack(ah.Plan.full()).init(jax.random.key(0), x)["params"]

@@ -16,6 +16,7 @@ import adahop_jax as ah
 from adahop_jax import _product
 from adahop_jax.reference.hadamard import random_signs
 from tests import oracle_product as op
+from tests.dense import backend, jit_fast
 
 PRODUCTS = ("fwd", "dgrad", "wgrad")
 RESULT = {"fwd": "y", "dgrad": "dx", "wgrad": "dw"}
@@ -93,12 +94,6 @@ def _tensors(shape, dtype, seed=0):
     return {"x": one(tokens, width), "w": one(width, out), "dy": one(tokens, out)}
 
 
-# The arithmetic is the same at every level of optimization; compiling is what these tests wait for.
-_fast_jit = functools.partial(
-    jax.jit, compiler_options={"xla_backend_optimization_level": 0}, static_argnums=0
-)
-
-
 def _layer_products(plan, tensors, key):
     """Y, dX and dW of a layer without bias."""
     layer = ah.Dense(
@@ -117,7 +112,7 @@ def _layer_products(plan, tensors, key):
     return {"fwd": y, "dgrad": dx, "wgrad": dw}
 
 
-@_fast_jit
+@functools.partial(jit_fast, static_argnums=0)
 def _run_and_seeds(plan, tensors, key):
     """The products, and the seeds that were drawn for them."""
     drawn = {}
@@ -136,6 +131,10 @@ def _run(plan, tensors, key):
     return _run_and_seeds(plan, tensors, key)[0]
 
 
+def _product_and_bound(name, tensors, plan, **options):
+    return op.product(name, tensors, plan, backend=backend(), **options)
+
+
 def _check(plans, tensors, got, seeds):
     for name in PRODUCTS:
         plan = plans[name]
@@ -150,7 +149,7 @@ def _check(plans, tensors, got, seeds):
         if "signs" in drawn:
             signs = np.asarray(random_signs(plan.lhs.hadamard, jnp.asarray(drawn["signs"])))
             assert set(np.unique(signs)) == {-1.0, 1.0}
-        want, bound = op.product(name, tensors, plan, k=k, seeds=drawn, signs=signs)
+        want, bound = _product_and_bound(name, tensors, plan, k=k, seeds=drawn, signs=signs)
         op.assert_close(got[name], want, bound, tensors["x"].dtype)
 
 
@@ -190,7 +189,7 @@ class TestExtraction:
 
     @pytest.fixture(scope="class", params=["f32", "bf16"])
     @classmethod
-    def results(cls, request):
+    def results(cls, request, platform):
         rng = np.random.default_rng(4)
         tensors = {
             n: jnp.asarray(rng.integers(-9, 10, t.shape), DTYPES[request.param])
@@ -260,7 +259,7 @@ class TestDyExtractedInWgrad:
 
     @pytest.fixture(scope="class")
     @classmethod
-    def results(cls):
+    def results(cls, platform):
         rng = np.random.default_rng(2)
         x = rng.standard_normal((cls.TOKENS, cls.IN))
         dy = rng.standard_normal((cls.TOKENS, cls.OUT))
@@ -368,7 +367,7 @@ class TestMatmul:
     def test_named(self, strategy, key):
         tensors = _tensors(ODD, jnp.float32)
         got = _matmul(tensors["x"], tensors["w"], strategy)
-        want, bound = op.product("fwd", tensors, ah.ProductPlan.named(strategy))
+        want, bound = _product_and_bound("fwd", tensors, ah.ProductPlan.named(strategy))
         op.assert_close(got, want, bound, jnp.float32)
 
     @pytest.mark.parametrize("tensor", ["x", "w"])
@@ -376,7 +375,7 @@ class TestMatmul:
         tensors = _tensors(EVEN, jnp.bfloat16)
         plan = ah.ProductPlan.iht(outliers=tensor, k=3)
         got = _matmul(tensors["x"], tensors["w"], plan)
-        want, bound = op.product("fwd", tensors, plan, k=3)
+        want, bound = _product_and_bound("fwd", tensors, plan, k=3)
         op.assert_close(got, want, bound, jnp.bfloat16)
 
     def test_leading_dims(self):
