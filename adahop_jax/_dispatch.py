@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 
+from adahop_jax._devices import default_device
+
 _logger = logging.getLogger("adahop_jax")
 
 BACKENDS = ("triton", "triton:native", "triton:fp8", "triton:bf16", "reference")
@@ -37,7 +39,7 @@ def resolve(backend: str | None) -> tuple[str, Any]:
         raise NotImplementedError(
             f"backend {backend!r} is unknown; choose one of {known}, or None for the best here"
         )
-    device = _device()
+    device = default_device()
     name, operations, refusal = _load(backend or BACKENDS[0], device)
     if refusal and backend is not None:
         raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refusal}")
@@ -68,14 +70,6 @@ def _load(backend: str, device: jax.Device) -> tuple[str, Any, str]:
         return backend, None, refusal
     machine = machines.machine_of(device)
     return f"triton:{path}", operations.Backend(machine, path, device.core_count), ""
-
-
-def _device() -> jax.Device:
-    """The device that JAX computes on by default."""
-    chosen = jax.config.jax_default_device
-    if chosen is None:
-        return jax.devices()[0]
-    return jax.devices(chosen)[0] if isinstance(chosen, str) else chosen
 
 
 @functools.cache

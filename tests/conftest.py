@@ -24,11 +24,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "cpu_only(reason): of a module that runs on GPUs too, what cannot"
     )
-    # The kernels ask for both as jax-triton 0.4.1 still takes them.
-    for argument in ("input_output_aliases", "zeroed_outputs"):
-        config.addinivalue_line(
-            "filterwarnings", f"ignore:{argument} is deprecated:DeprecationWarning"
-        )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

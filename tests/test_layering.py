@@ -16,7 +16,7 @@ MAX_LINES = {"adahop_jax": 400, "train": 400, "triton_kernels": 600}
 # The lowest layer first; a module imports from its own row and from earlier ones. The reference
 # takes plain arrays: it sees neither plans nor MXArray.
 LAYERS = (
-    {"_formats", "_shapes"},
+    {"_formats", "_shapes", "_devices"},
     {"reference"},
     {"_plan", "_plan_json", "_strategy", "_patterns", "_random", "_sharding"},
     {"_dispatch"},

@@ -1,5 +1,6 @@
 """The one place that calls jax-triton."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,16 +61,20 @@ def launch(
             shared[len(operands)] = i
             memory = jax.lax.empty(out[i].shape, out[i].dtype)
             operands.append(jax_triton.TensorDescriptor.from_array(memory, tile))
-        return jax_triton.triton_call(
-            *operands,
-            kernel=kernel,
-            out_type=tuple(out),
-            grid=(grid,),
-            num_warps=num_warps,
-            num_stages=num_stages,
-            input_output_aliases=shared,
-            zeroed_outputs=tuple(zeroed),
-            **constants,
-        )
+        with warnings.catch_warnings():
+            # jax-triton would rather have both as mutable references, which do not pass `vmap`.
+            for name in ("input_output_aliases", "zeroed_outputs"):
+                warnings.filterwarnings("ignore", f"{name} is deprecated", DeprecationWarning)
+            return jax_triton.triton_call(
+                *operands,
+                kernel=kernel,
+                out_type=tuple(out),
+                grid=(grid,),
+                num_warps=num_warps,
+                num_stages=num_stages,
+                input_output_aliases=shared,
+                zeroed_outputs=tuple(zeroed),
+                **constants,
+            )
 
     return call(*arrays)

@@ -48,7 +48,8 @@ def largest(norms: jax.Array, k: int) -> jax.Array:
     Returns:
       int32 (k,), the largest first.
     """
-    n, several = norms.shape[0], triton.next_power_of_2(k)
+    # `tl.topk` takes powers of two from 2 on.
+    n, several = norms.shape[0], max(2, triton.next_power_of_2(k))
     if n > MOST or several > PART:
         return jax.lax.top_k(norms, k)[1]
     parts = triton.cdiv(n, PART)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from adahop_jax._devices import default_device
 from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax.reference.bits import rounded
 from adahop_jax.reference.hadamard import hadamard, pad, random_signs
@@ -183,7 +184,7 @@ def dot(
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
     """The product of two 2-D arrays over the axes `contract`, in float32 from the first sum on."""
-    if jax.default_backend() == "cpu":
+    if default_device().platform == "cpu":
         # XLA there has no bfloat16 product with a float32 result for every layout that vmap makes.
         lhs, rhs = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
     dims = (((contract[0],), (contract[1],)), ((), ()))

@@ -48,7 +48,7 @@ def _nothing_remembered():
 @pytest.fixture
 def on(monkeypatch):
     """Makes a device JAX's default one."""
-    return lambda device: monkeypatch.setattr(_dispatch, "_device", lambda: device)
+    return lambda device: monkeypatch.setattr(_dispatch, "default_device", lambda: device)
 
 
 @pytest.mark.parametrize(
