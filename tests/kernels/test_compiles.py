@@ -95,6 +95,7 @@ def _everything(backend, recorder):
         (IHT, (4096, 4096, 512), "bfloat16"),  # large tiles
         (IHT, (2048, 2048, 16384), "float32"),  # a sum that is broken off
         (PLAIN, (512, 256, 16384), "bfloat16"),  # small tiles, split along K
+        (PLAIN, (500, 256, 16384), "bfloat16"),  # likewise, in shares that descriptors would mix
         (IHT6, (96, 40, 64), "float16"),
         (IHT, (33, 41, 96), "bfloat16"),  # rows that no descriptor takes
     ):
