@@ -109,16 +109,25 @@ MACHINES = {
         ),
         Machine(
             name="8.9",
-            runs=("12.0", "12.1"),
             path="fp8",
             paths=("fp8", "bf16"),
             target=("cuda", 89, 32),
             large=_MMA,
             small=_MMA,
         ),
+        # It loads by descriptors, and those made on the device would need scratch memory.
+        Machine(
+            name="12.0",
+            path="fp8",
+            paths=("fp8", "bf16"),
+            target=("cuda", 120, 32),
+            large=_MMA,
+            small=_MMA,
+        ),
+        # Triton 3.7 knows no FP8 instruction of 12.1.
         Machine(
             name="8.0",
-            runs=("8.6", "8.7"),
+            runs=("8.6", "8.7", "12.1"),
             path="bf16",
             paths=("bf16",),
             target=("cuda", 80, 32),

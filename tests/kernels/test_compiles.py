@@ -34,6 +34,7 @@ SHARED_MEMORY = {  # bytes that a program may have, on the least of a row's arch
     "9.0": 232448,
     "10.0": 232448,
     "8.9": 101376,
+    "12.0": 101376,
     "8.0": 101376,  # as 8.6; 8.0 itself has 166912
     "gfx950": 163840,
     "gfx942": 65536,
@@ -199,5 +200,6 @@ def test_native_product_uses_the_block_scaled_instruction(recorder, name, spec, 
     assert re.search(pattern, _assembly(recorder, name, "native", spec)[1])
 
 
-def test_ada_product_is_fp8(recorder):
-    assert re.search(r"mma\.sync\S*e5m2\.e5m2", _assembly(recorder, "8.9", "fp8", IHT)[1])
+@pytest.mark.parametrize("name", ["8.9", "12.0"])
+def test_product_without_wgmma_is_fp8(recorder, name):
+    assert re.search(r"mma\.sync\S*e5m2\.e5m2", _assembly(recorder, name, "fp8", IHT)[1])
