@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import adahop_jax as ah
+from adahop_jax._devices import default_device
 from adahop_jax._dispatch import resolve
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -45,8 +46,7 @@ COMPILER_OPTIONS = {
 
 def platform():
     """That of JAX' default device."""
-    device = jax.config.jax_default_device
-    return jax.default_backend() if device is None else device.platform
+    return default_device().platform
 
 
 def backend():

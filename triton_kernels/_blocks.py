@@ -18,6 +18,15 @@ EXPONENT = tl.constexpr(0x7F800000)
 MANTISSA = tl.constexpr(0x007FFFFF)
 MIN_NORMAL = tl.constexpr(0x00800000)
 
+_TO_FP8 = """{{
+.reg .b16 low, high;
+cvt.rn.satfinite.{0}x2.f32 low, $2, $1;
+cvt.rn.satfinite.{0}x2.f32 high, $4, $3;
+mov.b32 $0, {{low, high}};
+}}"""
+TO_E5M2 = tl.constexpr(_TO_FP8.format("e5m2"))
+TO_E4M3 = tl.constexpr(_TO_FP8.format("e4m3"))
+
 
 @triton.jit
 def to_bits(x):
@@ -73,12 +82,18 @@ def _flush(x):
 
 
 @triton.jit
+def _flushing(a, b, INSTRUCTION: tl.constexpr):
+    """One of NVIDIA's instructions that count subnormal numbers as zeros."""
+    return tl.inline_asm_elementwise(
+        INSTRUCTION, "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def _sum(a, b, PTX: tl.constexpr):
     """a + b; subnormal numbers count as zeros."""
     if PTX:
-        return tl.inline_asm_elementwise(
-            "add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _flushing(a, b, "add.rn.ftz.f32 $0, $1, $2;")
     else:
         return _flush(a + b)
 
@@ -87,9 +102,7 @@ def _sum(a, b, PTX: tl.constexpr):
 def _difference(a, b, PTX: tl.constexpr):
     """a - b; subnormal numbers count as zeros."""
     if PTX:
-        return tl.inline_asm_elementwise(
-            "sub.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _flushing(a, b, "sub.rn.ftz.f32 $0, $1, $2;")
     else:
         return _flush(a - b)
 
@@ -99,9 +112,7 @@ def _times(a, b, PTX: tl.constexpr):
     """a * b; subnormal numbers count as zeros."""
     if PTX:
         a, b = tl.broadcast(a, b)
-        return tl.inline_asm_elementwise(
-            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
-        )
+        return _flushing(a, b, "mul.rn.ftz.f32 $0, $1, $2;")
     else:
         return _flush(a) * b
 
@@ -220,36 +231,19 @@ def values_of(code, M: tl.constexpr, E: tl.constexpr):
 
 
 @triton.jit
+def _converted(a, b, c, d, INSTRUCTIONS: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        INSTRUCTIONS, "=r,f,f,f,f", [a, b, c, d], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def fp8_word(a, b, c, d, E5M2: tl.constexpr):
     """Four float32 -> FP8, rounded to nearest and saturated, in an int32, a lowest. NVIDIA only."""
     if E5M2:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e5m2x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e5m2x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return _converted(a, b, c, d, TO_E5M2)
     else:
-        return tl.inline_asm_elementwise(
-            """{
-            .reg .b16 low, high;
-            cvt.rn.satfinite.e4m3x2.f32 low, $2, $1;
-            cvt.rn.satfinite.e4m3x2.f32 high, $4, $3;
-            mov.b32 $0, {low, high};
-            }""",
-            "=r,f,f,f,f",
-            [a, b, c, d],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
+        return _converted(a, b, c, d, TO_E4M3)
 
 
 @triton.jit

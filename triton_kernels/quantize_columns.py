@@ -332,8 +332,8 @@ def quantize_columns(
 ) -> View:
     """Rotates and quantizes along the first axis, in one pass over memory, and transposes.
 
-    Reads 2 bytes an element of BF16; writes 1 as FP8 or 1/2 as packed MXFP4, and 1/32 of scales,
-    which for FP8 are read once more.
+    Reads 2 bytes an element of BF16; writes 1 as FP8 or 1/2 as packed MXFP4, and 1/32 of scales.
+    Columns that are flagged are read and written once more.
 
     Args:
       x: (rows, columns) float32, bfloat16 or float16.
