@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import re
 import shutil
 import statistics
 import tempfile
@@ -35,7 +36,7 @@ class Event:
     """Something that a stream of the GPU did: a kernel, a copy, a fill.
 
     Attributes:
-      name: of it.
+      name: of it, of fills without the number that the profiler gives them.
       start, duration: in nanoseconds.
     """
 
@@ -208,7 +209,7 @@ def _read(folder: Path) -> Iterator[Event]:
                     if "Stream" in line.name:
                         for event in line.events:
                             yield Event(
-                                name=event.name,
+                                name=re.sub(r"^(Memset) \d+$", r"\1", event.name),
                                 start=event.start_ns,
                                 duration=event.duration_ns,
                             )

@@ -77,7 +77,7 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None, backend="refere
     y, size = contract(a, b, axes) * undo, contract(np.abs(a), np.abs(b), axes) * undo
     bound = _bound(size, length, backend)
     if backend == "triton:fp8":
-        bound += _fp8_bound(size, length)
+        bound += _cut_off(a if axes[0] == 1 else a.T, b.T if axes[1] == 0 else b) * undo
     if plan.outliers is not None:
         side = names.index(plan.outliers.tensor)
         out_axis = 1 - axes[side]
@@ -109,12 +109,21 @@ def _bound(size, length, backend):
     return (length + 2) * (2.0**-24 if backend == "reference" else 2.0**-23) * size
 
 
-def _fp8_bound(size, length):
-    """Four times 2^-13 for every 32 products: of what is cut off from a sum (docs/numerics.md).
+def _cut_off(a, b):
+    """What Hopper's FP8 units may lose of the sums a @ b^T, as long as they do not break them off.
 
-    A code that is off by one moves a result by about size / length / 4, which is more.
+    They add 32 products at a time to the sum so far; of each, what lies 2^-13 below the largest of
+    them is cut off (docs/numerics.md). Here 2^-12, as the largest is known up to rounding only.
     """
-    return -(-length // 32) * 2.0**-11 * size
+    length = -(-a.shape[1] // 32) * 32
+    a, b = _padded(a, 1, length), _padded(b, 1, length)
+    products = (a[:, None, :] * b[None, :, :]).reshape(len(a), len(b), -1, 32)
+    sums = np.cumsum(products.sum(axis=-1), axis=-1)
+    before = np.concatenate([np.zeros_like(sums[..., :1]), sums[..., :-1]], axis=-1)
+    largest = np.maximum(np.abs(products).max(axis=-1), np.abs(before))
+    unit = np.exp2(np.floor(np.log2(np.maximum(largest, 1e-300))) - 12)
+    lost = np.fmod(np.abs(products), unit[..., None]).sum(axis=-1) + np.where(before != 0, unit, 0)
+    return lost.sum(axis=-1)
 
 
 def _padded(t, axis, length):

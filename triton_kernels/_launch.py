@@ -53,10 +53,12 @@ def launch(
 
     @jax.custom_batching.sequential_vmap
     def call(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+        shared = dict(aliases or {})
+        if shared or written:
+            arrays = tuple(map(_apart, arrays))
         operands: list[Any] = list(arrays)
         for i, tile in (tiles or {}).items():
             operands[i] = jax_triton.TensorDescriptor.from_array(arrays[i], tile)
-        shared = dict(aliases or {})
         for i, tile in (written or {}).items():
             shared[len(operands)] = i
             memory = jax.lax.empty(out[i].shape, out[i].dtype)
@@ -65,7 +67,7 @@ def launch(
             # jax-triton would rather have both as mutable references, which do not pass `vmap`.
             for name in ("input_output_aliases", "zeroed_outputs"):
                 warnings.filterwarnings("ignore", f"{name} is deprecated", DeprecationWarning)
-            return jax_triton.triton_call(
+            results = jax_triton.triton_call(
                 *operands,
                 kernel=kernel,
                 out_type=tuple(out),
@@ -76,5 +78,15 @@ def launch(
                 zeroed_outputs=tuple(zeroed),
                 **constants,
             )
+        return tuple(map(_apart, results)) if shared else results
 
     return call(*arrays)
+
+
+def _apart(array: jax.Array) -> jax.Array:
+    """Keeps a call apart from slices that it reads or only updates, as in `scan`.
+
+    XLA makes one of both, and then forgets which results take over an input's memory: what the
+    call writes is lost.
+    """
+    return jax.lax.optimization_barrier(array)

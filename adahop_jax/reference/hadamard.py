@@ -14,7 +14,7 @@ def hadamard(x: jax.Array, *, axis: int, size: int) -> jax.Array:
     """H_size times every block of `size` elements along `axis`.
 
     Args:
-      x: (rows, columns) float array; subnormal inputs count as zeros.
+      x: (rows, columns) float array; subnormal values count as zeros, and so do subnormal sums.
       axis: 0 or 1; zero-padded up to a multiple of `size`.
       size: a power of two.
 
@@ -28,7 +28,7 @@ def hadamard(x: jax.Array, *, axis: int, size: int) -> jax.Array:
     while stride < size:
         pairs = x.reshape(outer, shape[axis] // (2 * stride), 2, stride, inner)
         even, odd = pairs[:, :, 0], pairs[:, :, 1]
-        x = jnp.stack((even + odd, even - odd), axis=2)
+        x = normal_or_zero(jnp.stack((even + odd, even - odd), axis=2))
         stride *= 2
     return x.reshape(shape)
 
