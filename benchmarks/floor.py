@@ -16,7 +16,7 @@ Unit = Literal["fp8", "bf16"]
 
 SCALE_BYTES = 1 / 32
 """Of an element: one a block."""
-WRITTEN = {"folded": 1 + SCALE_BYTES, "codes": 0.5 + SCALE_BYTES}
+WRITTEN = {"folded": 1.0, "codes": 0.5 + SCALE_BYTES}
 """Bytes that a quantizer writes for an element, by what it writes."""
 
 

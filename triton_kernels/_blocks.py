@@ -4,9 +4,9 @@ Every thread owns whole blocks: they are stacked as [N, 32] from loads of one wo
 transform, the largest magnitude and the packing stay in registers. The butterfly sums in the
 reference's own order, so codes and scales equal the reference's bit for bit.
 
-N is a number of blocks. M and E are an element's mantissa and exponent bits; its smallest normal
-value is 1. PTX chooses NVIDIA's instructions where Triton has none; the other branch computes the
-same anywhere. Rules: `adahop_jax.reference.quantize`.
+N is a number of blocks, Q the `Constants` of a tensor; an element's smallest normal value is 1.
+Q.ptx chooses NVIDIA's instructions where Triton has none; the other branch computes the same
+anywhere. Rules: `adahop_jax.reference.quantize`.
 """
 
 import triton
@@ -44,6 +44,12 @@ def from_bits(bits):
 def power_of_two(e):
     """2^e as float32, for int32 e clamped to [-126, 127]."""
     return from_bits((tl.minimum(tl.maximum(e, -126), 127) + 127) << 23)
+
+
+@triton.jit
+def _any_power_of_two(e):
+    """2^e as float32, which may be subnormal, for int32 e in [-149, 127]."""
+    return from_bits(tl.where(e < -126, 1 << tl.maximum(e + 149, 0), (e + 127) << 23))
 
 
 @triton.jit
@@ -108,16 +114,6 @@ def _difference(a, b, PTX: tl.constexpr):
 
 
 @triton.jit
-def _times(a, b, PTX: tl.constexpr):
-    """a * b; subnormal numbers count as zeros."""
-    if PTX:
-        a, b = tl.broadcast(a, b)
-        return _flushing(a, b, "mul.rn.ftz.f32 $0, $1, $2;")
-    else:
-        return _flush(a) * b
-
-
-@triton.jit
 def _butterfly(x, N: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr):
     a, b = tl.split(x.reshape(N, 16 // STRIDE, 2, STRIDE).permute(0, 1, 3, 2))
     x = tl.join(_sum(a, b, PTX), _difference(a, b, PTX))
@@ -125,32 +121,29 @@ def _butterfly(x, N: tl.constexpr, STRIDE: tl.constexpr, PTX: tl.constexpr):
 
 
 @triton.jit
-def rotate(
-    x,
-    signs_ptr,
-    N: tl.constexpr,
-    PRE_SCALE: tl.constexpr,
-    SIGNS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Blocks [N, 32] scaled, their signs changed, and times the +-1 Sylvester matrix."""
-    if PRE_SCALE != 1.0:
-        x = x * PRE_SCALE
-    if SIGNS:
+def rotate(x, signs_ptr, N: tl.constexpr, Q: tl.constexpr):
+    """Blocks [N, 32] scaled, their signs changed, and times the +-1 Sylvester matrix.
+
+    Holds no subnormal numbers.
+    """
+    if Q.pre_scale != 1.0:
+        x = x * Q.pre_scale
+    if Q.signs:
         x = x * tl.load(signs_ptr + tl.arange(0, 32))[None, :]
-    if not PTX:
+    if Q.hadamard < 2 and Q.ptx:
+        x = _sum(x, tl.full((N, 32), -0.0, tl.float32), True)
+    elif not Q.ptx:
         x = _flush(x)
-    if HADAMARD >= 2:
-        x = _butterfly(x, N, 1, PTX)
-    if HADAMARD >= 4:
-        x = _butterfly(x, N, 2, PTX)
-    if HADAMARD >= 8:
-        x = _butterfly(x, N, 4, PTX)
-    if HADAMARD >= 16:
-        x = _butterfly(x, N, 8, PTX)
-    if HADAMARD >= 32:
-        x = _butterfly(x, N, 16, PTX)
+    if Q.hadamard >= 2:
+        x = _butterfly(x, N, 1, Q.ptx)
+    if Q.hadamard >= 4:
+        x = _butterfly(x, N, 2, Q.ptx)
+    if Q.hadamard >= 8:
+        x = _butterfly(x, N, 4, Q.ptx)
+    if Q.hadamard >= 16:
+        x = _butterfly(x, N, 8, Q.ptx)
+    if Q.hadamard >= 32:
+        x = _butterfly(x, N, 16, Q.ptx)
     return x
 
 
@@ -160,74 +153,67 @@ def _larger(a, b):
 
 
 @triton.jit
-def block_scales(y, RULE: tl.constexpr, M: tl.constexpr, MAX_EXP: tl.constexpr):
+def block_scales(y, Q: tl.constexpr):
     """Blocks [N, 32] -> exponents of their scales [N], and whether they hold a NaN or infinity."""
     bits = to_bits(tl.reduce(tl.abs(y), 1, _larger))
-    if RULE == "even":
-        e = (bits + (1 << (22 - M))) >> 23
-    elif RULE == "floor":
+    if Q.rule == "even":
+        e = (bits + (1 << (22 - Q.m))) >> 23
+    elif Q.rule == "floor":
         e = bits >> 23
     else:
-        e = (bits >> 23) + ((bits & MANTISSA) > (((1 << M) - 1) << (23 - M))).to(tl.int32)
+        largest: tl.constexpr = ((1 << Q.m) - 1) << (23 - Q.m)
+        e = (bits >> 23) + ((bits & MANTISSA) > largest).to(tl.int32)
     e = tl.where(bits < MIN_NORMAL, 0, e)
-    return tl.minimum(tl.maximum(e - 127 - MAX_EXP, -127), 127 - MAX_EXP), bits >= EXPONENT
+    scale = tl.minimum(tl.maximum(e - 127 - Q.max_exponent, -127), 127 - Q.max_exponent)
+    return scale, bits >= EXPONENT
 
 
 @triton.jit
-def clip(y, scale, MAX_VALUE: tl.constexpr):
+def clip(y, scale, Q: tl.constexpr):
     """Values [N, 32] cut to the largest that their blocks can hold."""
     # By halves, as 2^-127 is subnormal.
-    limit = (power_of_two(scale + 1) * (0.5 * MAX_VALUE))[:, None]
+    limit = (power_of_two(scale + 1) * (0.5 * Q.max_value))[:, None]
     return tl.minimum(tl.maximum(y, -limit), limit)
 
 
 @triton.jit
-def round_elements(
-    y,
-    noise,
-    scale,
-    ref,
-    fault,
-    STOCHASTIC: tl.constexpr,
-    M: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def round_elements(y, noise, scale, ref, fault, Q: tl.constexpr):
     """Values [N, 32] rounded to elements, times 2^(scale - ref); NaN in blocks with a fault.
 
-    Also y * 2^-ref, whose signs zeros keep. `noise` is uniform in [0, 1).
+    Also y * 2^-ref, whose signs zeros keep. `noise` is uniform in [0, 1). y holds no subnormals.
     """
-    q = _times(y, tl.where(fault, float("nan"), power_of_two(-ref))[:, None], PTX)
+    q = y * tl.where(fault, float("nan"), _any_power_of_two(-ref))[:, None]
     unit = power_of_two(scale - ref)[:, None]
     # The power of two below |q|, and not below the smallest normal element, which is 1.
     binade = tl.maximum(from_bits(to_bits(q) & EXPONENT), unit)
-    if STOCHASTIC:
+    if Q.stochastic:
         inverse = from_bits((254 << 23) - to_bits(binade))
-        steps = tl.abs(q) * inverse * (1 << M)
+        steps = tl.abs(q) * inverse * (1 << Q.m)
         whole = tl.floor(steps)
         whole += (noise < steps - whole).to(tl.float32)
-        magnitude = whole * (binade * (1.0 / (1 << M)))
+        magnitude = whole * (binade * (1.0 / (1 << Q.m)))
         r = from_bits(to_bits(magnitude) | (to_bits(q) & SIGN))
     else:
         # Beyond 1.5 * 2^23 steps nothing below a step is left: ties to even, as float32 rounds.
-        shift = binade * (1.5 * (1 << (23 - M)))
+        shift = binade * (1.5 * (1 << (23 - Q.m)))
         r = (q + shift) - shift
     return r, q
 
 
 @triton.jit
-def codes_of(r, q, M: tl.constexpr, E: tl.constexpr):
+def codes_of(r, q, Q: tl.constexpr):
     """Elements at scale 1 -> codes, int32: sign, exponent field, mantissa; signs are those of q."""
     # Times 2^-126 an element's fields, also if it is subnormal, lie where float32 has its own.
-    code = to_bits(tl.abs(r) * 2.0**-126) >> (23 - M)
-    code = tl.minimum(code, (1 << (M + E)) - 1)
-    return code | ((to_bits(q) >> 31) & (1 << (M + E)))
+    code = to_bits(tl.abs(r) * 2.0**-126) >> (23 - Q.m)
+    code = tl.minimum(code, (1 << (Q.m + Q.e)) - 1)
+    return code | ((to_bits(q) >> 31) & (1 << (Q.m + Q.e)))
 
 
 @triton.jit
-def values_of(code, M: tl.constexpr, E: tl.constexpr):
+def values_of(code, Q: tl.constexpr):
     """Codes, int32 -> float32, the inverse of `codes_of`."""
-    magnitude = from_bits((code & ((1 << (M + E)) - 1)) << (23 - M)) * 2.0**126
-    return from_bits(to_bits(magnitude) | ((code << (31 - M - E)) & SIGN))
+    magnitude = from_bits((code & ((1 << (Q.m + Q.e)) - 1)) << (23 - Q.m)) * 2.0**126
+    return from_bits(to_bits(magnitude) | ((code << (31 - Q.m - Q.e)) & SIGN))
 
 
 @triton.jit
@@ -244,6 +230,20 @@ def fp8_word(a, b, c, d, E5M2: tl.constexpr):
         return _converted(a, b, c, d, TO_E5M2)
     else:
         return _converted(a, b, c, d, TO_E4M3)
+
+
+@triton.jit
+def fp8_words(r, N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr):
+    """Values [N, 4 W] -> FP8 in words: int32 [N, W]."""
+    if Q.ptx:
+        even, odd = tl.split(r.reshape(N, W, 2, 2))
+        r0, r2 = tl.split(even)
+        r1, r3 = tl.split(odd)
+        return fp8_word(r0, r1, r2, r3, Q.e5m2)
+    else:
+        narrow = r.to(tl.float8e5) if Q.e5m2 else r.to(tl.float8e4nv)
+        byte = narrow.to(tl.uint8, bitcast=True).to(tl.int32).reshape(N, W, 4)
+        return tl.sum(byte << (8 * tl.arange(0, 4))[None, None, :], 2)
 
 
 @triton.jit

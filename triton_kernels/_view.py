@@ -22,16 +22,18 @@ class Fold(NamedTuple):
       dtype: of the folded elements.
       top: the largest exponent, above a row's reference, at which the largest element is finite.
       low: the smallest at which every element is exact.
+      least: the exponent of the least normal FP8 number.
     """
 
     dtype: Any
     top: int
     low: int
+    least: int
 
 
 FOLDS = {
-    "mxfp4": Fold(jnp.float8_e5m2, top=13, low=-15),
-    "mxfp6": Fold(jnp.float8_e4m3fn, top=5, low=-6),
+    "mxfp4": Fold(jnp.float8_e5m2, top=13, low=-15, least=-14),
+    "mxfp6": Fold(jnp.float8_e4m3fn, top=5, low=-6, least=-6),
 }
 """29 binades of block scale for E2M1 in E5M2, 12 for E2M3 in E4M3."""
 
@@ -42,13 +44,13 @@ class View(NamedTuple):
     Attributes:
       data: by kind. "folded": FP8 (rows, length), elements times 2^(block's scale - row's
         reference). "elements": FP8 (rows, length), elements alone. "codes": uint8 (rows, bytes).
-      scales: uint8 (rows, blocks), E8M0.
+      scales: uint8 (rows, blocks), E8M0; None if folded.
       refs: uint8 (rows,), the rows' reference exponents + 127; None unless folded.
       norms: float32 (rows,), squared norms of the rows before the transform; None unless asked for.
     """
 
     data: jax.Array
-    scales: jax.Array
+    scales: jax.Array | None
     refs: jax.Array | None
     norms: jax.Array | None
 
@@ -66,7 +68,7 @@ class View(NamedTuple):
         """From a kernel's results, of which those not asked for hold nothing."""
         return cls(
             data,
-            scales,
+            None if kind == "folded" else scales,
             refs if kind == "folded" else None,
             jnp.sum(squares, axis=1) if norms else None,
         )
@@ -124,32 +126,66 @@ def view_shapes(
     )
 
 
-def constants(spec: OperandSpec, *, kind: Kind, machine: Machine, norms: bool) -> dict[str, Any]:
-    """The kernels' constants that follow from how a tensor is quantized."""
-    return {
-        "KIND": kind,
-        "NORMS": norms,
-        "PRE_SCALE": float(spec.pre_scale),
-        "SIGNS": spec.signs == "random",
-        "HADAMARD": spec.hadamard,
-        "RULE": spec.scale_rule,
-        # Where not, only blocks at the largest scale can hold too much: the kernels look for them.
-        "CLIP": spec.scale_rule == "floor" or kind == "elements",
-        "STOCHASTIC": spec.rounding == "stochastic",
-        "MAX_EXP": spec.mx.max_exponent,
-        "MAX_VALUE": spec.mx.max_value,
-        **format_constants(spec.mx, kind=kind, machine=machine),
-    }
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Constants:
+    """What the kernels know of a tensor while they are compiled, besides its sizes.
+
+    Attributes:
+      kind: what is written, see `View`.
+      norms: whether squared norms are.
+      pre_scale, signs, hadamard: what happens to a block beforehand.
+      rule: of the scale.
+      clip: whether values may be larger than a block holds. Where not, only those of blocks at the
+        largest scale can: the kernels look for them.
+      stochastic: whether elements are rounded so.
+      m, e: an element's mantissa and exponent bits.
+      max_exponent, max_value: of an element.
+      top, low, least: see `Fold`.
+      e5m2: whether FP8 is E5M2, not E4M3.
+      fp8: whether the machine converts to FP8.
+      ptx: whether kernels may use NVIDIA's instructions.
+    """
+
+    kind: Kind
+    norms: bool
+    pre_scale: float
+    signs: bool
+    hadamard: int
+    rule: str
+    clip: bool
+    stochastic: bool
+    m: int
+    e: int
+    max_exponent: int
+    max_value: float
+    top: int
+    low: int
+    least: int
+    e5m2: bool
+    fp8: bool
+    ptx: bool
 
 
-def format_constants(fmt: MXFormat, *, kind: Kind, machine: Machine) -> dict[str, Any]:
-    """The kernels' constants that follow from the format."""
-    fold = FOLDS[fmt.name]
-    return {
-        "M": fmt.mantissa_bits,
-        "E": fmt.exponent_bits,
-        "TOP": fold.top,
-        "LOW": fold.low,
-        "E5M2": kind == "folded" and fold.dtype == jnp.float8_e5m2,
-        "PTX": machine.ptx,
-    }
+def constants(spec: OperandSpec, *, kind: Kind, machine: Machine, norms: bool) -> Constants:
+    """The constants that follow from how a tensor is quantized, and where."""
+    fold = FOLDS[spec.format]
+    return Constants(
+        kind=kind,
+        norms=norms,
+        pre_scale=float(spec.pre_scale),
+        signs=spec.signs == "random",
+        hadamard=spec.hadamard,
+        rule=spec.scale_rule,
+        clip=spec.scale_rule == "floor" or kind == "elements",
+        stochastic=spec.rounding == "stochastic",
+        m=spec.mx.mantissa_bits,
+        e=spec.mx.exponent_bits,
+        max_exponent=spec.mx.max_exponent,
+        max_value=spec.mx.max_value,
+        top=fold.top,
+        low=fold.low,
+        least=fold.least,
+        e5m2=fold.dtype == jnp.float8_e5m2 and kind != "elements",
+        fp8=machine.fp8,
+        ptx=machine.ptx,
+    )

@@ -1,72 +1,71 @@
 """Device functions that put quantized blocks into memory: as FP8, or as packed codes.
 
 What is written has a kind: "folded", FP8 elements times 2^(scale - reference); "elements", FP8
-elements alone; "codes", a bit stream with the low bits first. A block's data are W values: 8 words
-of FP8, 4 words of 4-bit codes, or 8 groups of four 6-bit codes.
+elements alone; "codes", a bit stream with the low bits first. A block's data are W words: 8 of FP8,
+4 of 4-bit codes, or 8 that hold four 6-bit codes each.
 """
 
 import triton
 import triton.language as tl
 
-from triton_kernels._blocks import as_words, clip, codes_of, fp8_word, round_elements
+from triton_kernels._blocks import as_words, clip, codes_of, fp8_words, round_elements
 
 
 @triton.jit
-def fp8_data(r, N: tl.constexpr, E5M2: tl.constexpr, PTX: tl.constexpr):
-    """Values [N, 32] -> FP8: words [N, 8], or [N, 32] where there is no instruction for words."""
-    if PTX:
-        even, odd = tl.split(r.reshape(N, 8, 2, 2))
-        r0, r2 = tl.split(even)
-        r1, r3 = tl.split(odd)
-        return fp8_word(r0, r1, r2, r3, E5M2)
-    elif E5M2:
-        return r.to(tl.float8e5)
+def _choose(a, b, mask):
+    """Bits of a where the mask is set, else of b."""
+    return (a & mask) | (b & ~mask)
+
+
+@triton.jit
+def _packed(r, q, N: tl.constexpr, Q: tl.constexpr):
+    """Elements at scale 2^Q.least [N, 32] -> packed codes, with q's signs, by way of FP8's bytes.
+
+    At that scale E2M1's fields lie in E5M2's bytes as sign, 000, exponent, mantissa, 0, and E2M3's
+    in E4M3's as sign, 00, exponent, mantissa.
+    """
+    # The largest scale may leave more than the largest element.
+    r = tl.minimum(tl.abs(r), Q.max_value * 2.0**Q.least)
+    if Q.m == 1:
+        r0, r1 = tl.split(r.reshape(N, 16, 2))
+        q0, q1 = tl.split(q.reshape(N, 16, 2))
+        even = _choose(fp8_words(r0, N, 4, Q) >> 1, fp8_words(q0, N, 4, Q) >> 4, 0x07070707)
+        odd = _choose(fp8_words(r1, N, 4, Q) << 3, fp8_words(q1, N, 4, Q), 0x70707070)
+        return _choose(even, odd, 0x0F0F0F0F)
     else:
-        return r.to(tl.float8e4nv)
+        codes = _choose(fp8_words(r, N, 8, Q), fp8_words(q, N, 8, Q) >> 2, 0x1F1F1F1F)
+        low = (codes & 0x3F) | ((codes >> 2) & 0xFC0)
+        return low | ((codes >> 4) & 0x3F000) | ((codes >> 6) & 0xFC0000)
 
 
 @triton.jit
-def encode(
-    y,
-    noise,
-    scale,
-    fault,
-    ref,
-    N: tl.constexpr,
-    KIND: tl.constexpr,
-    CLIP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    E5M2: tl.constexpr,
-    PTX: tl.constexpr,
-):
+def encode(y, noise, scale, fault, ref, N: tl.constexpr, Q: tl.constexpr):
     """Rotated blocks y [N, 32] -> their data [N, W]."""
-    if CLIP:
-        y = clip(y, scale, MAX_VALUE)
-    if KIND != "folded":
-        ref = scale
-    r, q = round_elements(y, noise, scale, ref, fault, STOCHASTIC, M, PTX)
-    if KIND != "codes":
-        return fp8_data(r, N, E5M2, PTX)
+    if Q.clip:
+        y = clip(y, scale, Q)
+    if Q.kind != "codes":
+        if Q.kind == "elements":
+            ref = scale
+        r, _ = round_elements(y, noise, scale, ref, fault, Q)
+        return fp8_words(r, N, 8, Q)
+    elif Q.fp8:
+        r, q = round_elements(y, noise, scale, scale - Q.least, fault, Q)
+        return tl.where(fault[:, None], 0, _packed(r, q, N, Q))
     else:
-        code = tl.where(fault[:, None], 0, codes_of(r, q, M, E))
-        COUNT: tl.constexpr = 8 if M + E == 3 else 4
-        shifts = (1 + M + E) * tl.arange(0, COUNT)
+        r, q = round_elements(y, noise, scale, scale, fault, Q)
+        code = tl.where(fault[:, None], 0, codes_of(r, q, Q))
+        COUNT: tl.constexpr = 8 if Q.m == 1 else 4
+        shifts = (1 + Q.m + Q.e) * tl.arange(0, COUNT)
         return tl.sum(code.reshape(N, 32 // COUNT, COUNT) << shifts[None, None, :], 2)
 
 
 @triton.jit
-def put(ptr, data, index, inside, KIND: tl.constexpr, BITS: tl.constexpr):
+def put(ptr, data, index, inside, Q: tl.constexpr):
     """Stores data [N, W] of blocks `index` [N]."""
-    if data.dtype != tl.int32:
-        to = ptr + (index * 32)[:, None] + tl.arange(0, 32)[None, :]
-        tl.store(to, data, mask=inside[:, None])
-    elif KIND != "codes":
+    if Q.kind != "codes":
         to = as_words(ptr) + (index * 8)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(to, data, mask=inside[:, None])
-    elif BITS == 4:
+    elif Q.m == 1:
         to = as_words(ptr) + (index * 4)[:, None] + tl.arange(0, 4)[None, :]
         tl.store(to, data, mask=inside[:, None])
     else:

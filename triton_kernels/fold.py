@@ -4,11 +4,11 @@ import jax
 import triton
 import triton.language as tl
 
-from adahop_jax._formats import MXFormat
+from adahop_jax._formats import MXFormat, OperandSpec
 from triton_kernels import _launch
-from triton_kernels._blocks import as_words, fp8_word, power_of_two, values_of
-from triton_kernels._view import View, format_constants, view_shapes
-from triton_kernels._write import fp8_data, put
+from triton_kernels._blocks import as_words, fp8_word, fp8_words, power_of_two, values_of
+from triton_kernels._view import View, constants, view_shapes
+from triton_kernels._write import put
 from triton_kernels.machines import Machine
 
 WARPS = 8
@@ -38,9 +38,9 @@ def _four(words, low, high):
 
 
 @triton.jit
-def _codes(codes_ptr, index, inside, N: tl.constexpr, BITS: tl.constexpr):
+def _codes(codes_ptr, index, inside, N: tl.constexpr, Q: tl.constexpr):
     """Codes of blocks `index` [N], int32 [N, 32]."""
-    if BITS == 4:
+    if Q.m == 1:
         ptr = codes_ptr + (index * 16)[:, None] + tl.arange(0, 16)[None, :]
         byte = tl.load(ptr, mask=inside[:, None], other=0).to(tl.int32)
         return tl.join(byte & 15, byte >> 4).reshape(N, 32)
@@ -63,12 +63,7 @@ def _kernel(
     BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_B: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    TOP: tl.constexpr,
-    LOW: tl.constexpr,
-    E5M2: tl.constexpr,
-    PTX: tl.constexpr,
+    Q: tl.constexpr,
 ):
     """A program: BLOCK_R whole rows, BLOCK_B blocks of each at a time."""
     N: tl.constexpr = BLOCK_R * BLOCK_B
@@ -86,7 +81,7 @@ def _kernel(
         byte = tl.load(ptr, mask=inside, other=0).to(tl.int32)
         byte = tl.where(byte == 255, 0, byte).reshape(BLOCK_R, BLOCK_B)
         top = tl.maximum(top, tl.max(byte, 1))
-    low = tl.maximum(top - TOP, 0)
+    low = tl.maximum(top - Q.top, 0)
     tl.store(ref_ptr + rows, low.to(tl.uint8), mask=rows < ROWS)
     ref = tl.broadcast_to(low[:, None], (BLOCK_R, BLOCK_B)).reshape(N)
     for i in range(PASSES):
@@ -95,10 +90,10 @@ def _kernel(
         index = row.to(tl.int64) * BLOCKS + block
         byte = tl.load(scale_ptr + index, mask=inside, other=0).to(tl.int32)
         factor = tl.where(byte == 255, float("nan"), power_of_two(byte - ref))
-        if PTX and M == 1:
+        if Q.ptx and Q.m == 1:
             # Only eight magnitudes can occur in a block.
-            few = fp8_word(0.0 * factor, 0.5 * factor, factor, 1.5 * factor, E5M2)[:, None]
-            many = fp8_word(2 * factor, 3 * factor, 4 * factor, 6 * factor, E5M2)[:, None]
+            few = fp8_word(0.0 * factor, 0.5 * factor, factor, 1.5 * factor, Q.e5m2)[:, None]
+            many = fp8_word(2 * factor, 3 * factor, 4 * factor, 6 * factor, Q.e5m2)[:, None]
             ptr = as_words(codes_ptr) + (index * 4)[:, None] + tl.arange(0, 4)[None, :]
             words = tl.load(ptr, mask=inside[:, None], other=0)
             few = tl.broadcast_to(few, (N, 4))
@@ -107,10 +102,8 @@ def _kernel(
             to = as_words(data_ptr) + (index * 8)[:, None] + tl.arange(0, 8)[None, :]
             tl.store(to, pair, mask=inside[:, None])
         else:
-            code = _codes(codes_ptr, index, inside, N, 1 + M + E)
-            value = values_of(code, M, E) * factor[:, None]
-            data = fp8_data(value, N, E5M2, PTX)
-            put(data_ptr, data, index, inside, "folded", 1 + M + E)
+            value = values_of(_codes(codes_ptr, index, inside, N, Q), Q) * factor[:, None]
+            put(data_ptr, fp8_words(value, N, 8, Q), index, inside, Q)
 
 
 def fold(codes: jax.Array, scales: jax.Array, *, fmt: MXFormat, machine: Machine) -> View:
@@ -142,6 +135,6 @@ def fold(codes: jax.Array, scales: jax.Array, *, fmt: MXFormat, machine: Machine
         BLOCKS=blocks,
         BLOCK_R=block_r,
         BLOCK_B=block_b,
-        **format_constants(fmt, kind="folded", machine=machine),
+        Q=constants(OperandSpec(format=fmt.name), kind="folded", machine=machine, norms=False),
     )
-    return View(folded, scales, refs, None)
+    return View(folded, None, refs, None)

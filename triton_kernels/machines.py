@@ -72,6 +72,11 @@ class Machine:
         return self.target[0] == "cuda" and int(self.target[1]) >= 90
 
     @property
+    def fp8(self) -> bool:
+        """Whether it converts to both kinds of FP8."""
+        return self.target[1] not in (80, "gfx942")
+
+    @property
     def ptx(self) -> bool:
         """Whether kernels may use NVIDIA's instructions."""
         return self.target[0] == "cuda"

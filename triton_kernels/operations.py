@@ -14,12 +14,12 @@ from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax.reference import operations as reference
 from adahop_jax.reference.bits import rounded
 from triton_kernels._view import BLOCK, Kind, View
+from triton_kernels.columns import overwrite_columns, take_columns
 from triton_kernels.estimate import speedup
 from triton_kernels.fold import fold
 from triton_kernels.machines import Machine, Path
 from triton_kernels.matmul import matmul as folded_matmul
 from triton_kernels.native import native_matmul
-from triton_kernels.overwrite import overwrite_columns
 from triton_kernels.quantize_columns import quantize_columns
 from triton_kernels.quantize_rows import quantize_rows
 from triton_kernels.select import largest
@@ -141,6 +141,12 @@ class Backend:
         """Indices of the k largest norms."""
         return largest(norms, k)
 
+    def take(self, x: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
+        """Rows or columns of x; rows by XLA, whose gather is made for them."""
+        if axis == 0 or not x.size:
+            return reference.take(x, index, axis=axis)
+        return take_columns(x, index)
+
     def speedup(
         self, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
     ) -> float | None:
@@ -202,6 +208,7 @@ class Backend:
             spec=spec,
             kind=kind,
             machine=self._machine,
+            processors=self._processors,
             seed=seed,
             sign_seed=sign_seed,
             norms=norms and not beforehand,

@@ -9,6 +9,8 @@ always serves, and where it does not, sets a flag. `_settle_kernel` writes flagg
 the reference exponents that the row kernel would have used.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import triton
@@ -30,12 +32,13 @@ from triton_kernels._write import encode, put, put_scales
 from triton_kernels.machines import Machine
 
 COLUMNS_PER_PROGRAM = 128
+PROGRAMS_PER_PROCESSOR = 6
 SETTLED_COLUMNS = 64
 SETTLED_SEGMENTS = 4
 
 
 @triton.jit
-def _columns(
+def _words(
     x_ptr,
     first,
     ROWS: tl.constexpr,
@@ -43,24 +46,34 @@ def _columns(
     STRIDE: tl.constexpr,
     row,
     COUNT: tl.constexpr,
-    N: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """COUNT rows from `row` on, STRIDE apart, of N columns from `first` on: float32 [N, COUNT]."""
+    """COUNT rows from `row` on, STRIDE apart, of C columns from `first` on, as they are stored.
+
+    Words of two columns where there are such, [C / 2, COUNT], else values [C, COUNT].
+    """
     if COLUMNS % 2 == 0 and x_ptr.dtype.element_ty != tl.float32:
-        # Two columns at a time: they share a word.
         W: tl.constexpr = COLUMNS // 2
-        word = first // 2 + tl.arange(0, N // 2)
+        word = first // 2 + tl.arange(0, C // 2)
         ptr = as_words(x_ptr) + row.to(tl.int64) * W + word
         inside = (word < W) & (row < ROWS)
-        words = stack_loads(ptr, STRIDE * W, inside, COUNT).reshape(N // 2, COUNT)
-        low, high = halves(words, x_ptr.dtype.element_ty)
-        return tl.join(low, high).permute(0, 2, 1).reshape(N, COUNT)
+        return stack_loads(ptr, STRIDE * W, inside, COUNT).reshape(C // 2, COUNT)
     else:
-        column = first + tl.arange(0, N)
+        column = first + tl.arange(0, C)
         ptr = x_ptr + row.to(tl.int64) * COLUMNS + column
         inside = (column < COLUMNS) & (row < ROWS)
-        loaded = stack_loads(ptr, STRIDE * COLUMNS, inside, COUNT)
-        return loaded.reshape(N, COUNT).to(tl.float32)
+        return stack_loads(ptr, STRIDE * COLUMNS, inside, COUNT).reshape(C, COUNT)
+
+
+@triton.jit
+def _values(words, DTYPE: tl.constexpr, C: tl.constexpr):
+    """What `_words` loaded, float32 [C, COUNT]."""
+    COUNT: tl.constexpr = words.shape[1]
+    if words.shape[0] == C:
+        return words.to(tl.float32)
+    else:
+        low, high = halves(words, DTYPE)
+        return tl.join(low, high).permute(0, 2, 1).reshape(C, COUNT)
 
 
 @triton.jit
@@ -71,45 +84,17 @@ def _noise(row, first, seed_ptr, COUNT: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _block(
-    x_ptr,
-    signs_ptr,
-    seed_ptr,
-    first,
-    block,
-    ref,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    C: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMS: tl.constexpr,
-    PRE_SCALE: tl.constexpr,
-    SIGNS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    RULE: tl.constexpr,
-    CLIP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    MAX_EXP: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    E5M2: tl.constexpr,
-    PTX: tl.constexpr,
-):
-    """Data, scale exponents, faults and squared norms of one block in each of C columns."""
-    x = _columns(x_ptr, first, ROWS, COLUMNS, 1, block * 32, 32, C)
+def _quantized(x, signs_ptr, seed_ptr, first, block, ref, C: tl.constexpr, Q: tl.constexpr):
+    """Data, scale exponents, faults and squared norms of one block x [C, 32] in C columns."""
     norm = tl.zeros((C,), tl.float32)
-    if NORMS:
+    if Q.norms:
         norm = tl.sum(x * x, 1)
     noise = 0.0
-    if STOCHASTIC:
+    if Q.stochastic:
         noise = _noise(block * 32, first, seed_ptr, 32, C)
-    y = rotate(x, signs_ptr, C, PRE_SCALE, SIGNS, HADAMARD, PTX)
-    scale, fault = block_scales(y, RULE, M, MAX_EXP)
-    data = encode(
-        y, noise, scale, fault, ref, C, KIND, CLIP, STOCHASTIC, M, E, MAX_VALUE, E5M2, PTX
-    )
-    return data, scale, fault, norm
+    y = rotate(x, signs_ptr, C, Q)
+    scale, fault = block_scales(y, Q)
+    return encode(y, noise, scale, fault, ref, C, Q), scale, fault, norm
 
 
 @triton.jit
@@ -125,114 +110,71 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMS: tl.constexpr,
-    PRE_SCALE: tl.constexpr,
-    SIGNS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    RULE: tl.constexpr,
-    CLIP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    MAX_EXP: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    TOP: tl.constexpr,
-    LOW: tl.constexpr,
-    E5M2: tl.constexpr,
-    PTX: tl.constexpr,
+    PAIRS: tl.constexpr,
+    Q: tl.constexpr,
 ):
-    """A program: C columns, two blocks of 32 rows each."""
+    """A program: C columns, PAIRS times two blocks of 32 rows.
+
+    A block is loaded while the one before it is worked on; two are stored together, 64 bytes of a
+    row.
+    """
     BLOCKS: tl.constexpr = ROWS // 32
     STRIPS: tl.constexpr = (COLUMNS + C - 1) // C
-    PARTS: tl.constexpr = (BLOCKS + 1) // 2
+    PARTS: tl.constexpr = (BLOCKS + 2 * PAIRS - 1) // (2 * PAIRS)
+    N: tl.constexpr = 2 * C
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
     first = (tl.program_id(0) % STRIPS) * C
     part = tl.program_id(0) // STRIPS
-    block = part * 2
     column = first + tl.arange(0, C)
 
     guess = tl.zeros((C,), tl.int32)
-    if KIND == "folded":
+    if Q.kind == "folded":
         # Eight rows all over the tensor: padding and masked tokens lie at its ends.
-        head = _columns(x_ptr, first, ROWS, COLUMNS, ROWS // 8, part * 0, 8, C)
+        head = _values(_words(x_ptr, first, ROWS, COLUMNS, ROWS // 8, part * 0, 8, C), dtype, C)
         largest = to_bits(tl.max(tl.abs(head), 1)) >> 23
         # A rotated block's largest value is some four times its values' usual size.
-        guess = largest - 127 - MAX_EXP + (2 if HADAMARD else 0)
-        guess = tl.minimum(tl.maximum(guess, -127), 127 - MAX_EXP - TOP)
+        guess = largest - 127 - Q.max_exponent + (2 if Q.hadamard else 0)
+        guess = tl.minimum(tl.maximum(guess, -127), 127 - Q.max_exponent - Q.top)
         if part == 0:
             tl.store(ref_ptr + column, (guess + 127).to(tl.uint8), mask=column < COLUMNS)
 
-    # One block after the other, which saves registers; stored together, 64 bytes of a row.
-    data0, scale0, fault0, norm0 = _block(
-        x_ptr,
-        signs_ptr,
-        seed_ptr,
-        first,
-        block,
-        guess,
-        ROWS,
-        COLUMNS,
-        C,
-        KIND,
-        NORMS,
-        PRE_SCALE,
-        SIGNS,
-        HADAMARD,
-        RULE,
-        CLIP,
-        STOCHASTIC,
-        M,
-        E,
-        MAX_EXP,
-        MAX_VALUE,
-        E5M2,
-        PTX,
-    )
-    data1, scale1, fault1, norm1 = _block(
-        x_ptr,
-        signs_ptr,
-        seed_ptr,
-        first,
-        block + 1,
-        guess,
-        ROWS,
-        COLUMNS,
-        C,
-        KIND,
-        NORMS,
-        PRE_SCALE,
-        SIGNS,
-        HADAMARD,
-        RULE,
-        CLIP,
-        STOCHASTIC,
-        M,
-        E,
-        MAX_EXP,
-        MAX_VALUE,
-        E5M2,
-        PTX,
-    )
-    if NORMS:
-        norm = norm_ptr + column.to(tl.int64) * PARTS + part
-        tl.store(norm, norm0 + norm1, mask=column < COLUMNS)
-    W: tl.constexpr = data0.shape[1]
-    N: tl.constexpr = 2 * C
-    nth = block + tl.arange(0, 2)
-    index = (column.to(tl.int64)[:, None] * BLOCKS + nth[None, :]).reshape(N)
-    inside = ((column < COLUMNS)[:, None] & (nth < BLOCKS)[None, :]).reshape(N)
-    data = tl.join(data0, data1).permute(0, 2, 1).reshape(N, W)
-    put(data_ptr, data, index, inside, KIND, 1 + M + E)
-    scale = tl.join(scale0, scale1).reshape(N)
-    fault = tl.join(fault0, fault1).reshape(N)
-    put_scales(scale_ptr, scale, fault, index, inside)
-    if KIND == "folded":
-        # Zero blocks and faults fit everywhere. A block at the largest scale may hold more than
-        # its largest element.
-        above = scale - tl.broadcast_to(guess[:, None], (C, 2)).reshape(N)
-        outside = (above > TOP) | (above < LOW) | (scale == 127 - MAX_EXP)
-        outside = outside & (scale > -127) & (fault == 0) & inside
-        tl.store(flag_ptr + index * 0 + tl.program_id(0) % STRIPS, 1, mask=outside)
+    norm = tl.zeros((C,), tl.float32)
+    start = part * (2 * PAIRS)
+    words0 = _words(x_ptr, first, ROWS, COLUMNS, 1, start * 32, 32, C)
+    for pair in range(PAIRS):
+        block = start + 2 * pair
+        words1 = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32 + 32, 32, C)
+        data0, scale0, fault0, norm0 = _quantized(
+            _values(words0, dtype, C), signs_ptr, seed_ptr, first, block, guess, C, Q
+        )
+        if PAIRS > 1:
+            words0 = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32 + 64, 32, C)
+        data1, scale1, fault1, norm1 = _quantized(
+            _values(words1, dtype, C), signs_ptr, seed_ptr, first, block + 1, guess, C, Q
+        )
+        norm += norm0 + norm1
+        nth = block + tl.arange(0, 2)
+        index = (column.to(tl.int64)[:, None] * BLOCKS + nth[None, :]).reshape(N)
+        inside = ((column < COLUMNS)[:, None] & (nth < BLOCKS)[None, :]).reshape(N)
+        data = tl.join(data0, data1).permute(0, 2, 1).reshape(N, data0.shape[1])
+        put(data_ptr, data, index, inside, Q)
+        scale = tl.join(scale0, scale1).reshape(N)
+        fault = tl.join(fault0, fault1).reshape(N)
+        if Q.kind == "folded":
+            # Nobody but `_settle_kernel` reads them: they lie as it and this kernel like it.
+            place = (nth.to(tl.int64)[None, :] * COLUMNS + column[:, None]).reshape(N)
+            put_scales(scale_ptr, scale, fault, place, inside)
+            # Zero blocks and faults fit everywhere. A block at the largest scale may hold more than
+            # its largest element.
+            above = scale - tl.broadcast_to(guess[:, None], (C, 2)).reshape(N)
+            outside = (above > Q.top) | (above < Q.low) | (scale == 127 - Q.max_exponent)
+            outside = outside & (scale > -127) & (fault == 0) & inside
+            tl.store(flag_ptr + index * 0 + tl.program_id(0) % STRIPS, 1, mask=outside)
+        else:
+            put_scales(scale_ptr, scale, fault, index, inside)
+    if Q.norms:
+        ptr = norm_ptr + column.to(tl.int64) * PARTS + part
+        tl.store(ptr, norm, mask=column < COLUMNS)
 
 
 @triton.jit
@@ -250,27 +192,12 @@ def _settle_kernel(
     C: tl.constexpr,
     FLAGGED: tl.constexpr,
     SEGMENTS: tl.constexpr,
-    KIND: tl.constexpr,
-    NORMS: tl.constexpr,
-    PRE_SCALE: tl.constexpr,
-    SIGNS: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    RULE: tl.constexpr,
-    CLIP: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    M: tl.constexpr,
-    E: tl.constexpr,
-    MAX_EXP: tl.constexpr,
-    MAX_VALUE: tl.constexpr,
-    TOP: tl.constexpr,
-    LOW: tl.constexpr,
-    E5M2: tl.constexpr,
-    PTX: tl.constexpr,
+    Q: tl.constexpr,
 ):
     """A program: C columns, and the blocks of one of SEGMENTS. `data_ptr` is read and written."""
     BLOCKS: tl.constexpr = ROWS // 32
     STRIPS: tl.constexpr = (COLUMNS + C - 1) // C
-    AT_ONCE: tl.constexpr = 128
+    AT_ONCE: tl.constexpr = 64
     first = (tl.program_id(0) % STRIPS) * C
     segment = tl.program_id(0) // STRIPS
     column = first + tl.arange(0, C)
@@ -282,40 +209,18 @@ def _settle_kernel(
         most = tl.zeros((C,), tl.int32)
         for i in range(0, BLOCKS, AT_ONCE):
             nth = i + tl.arange(0, AT_ONCE)
-            ptr = scale_ptr + (column.to(tl.int64) * BLOCKS)[:, None] + nth[None, :]
-            there = inside[:, None] & (nth < BLOCKS)[None, :]
+            ptr = scale_ptr + nth.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+            there = (nth < BLOCKS)[:, None] & inside[None, :]
             byte = tl.load(ptr, mask=there, other=0).to(tl.int32)
-            most = tl.maximum(most, tl.max(tl.where(byte == 255, 0, byte), 1))
-        settled = tl.maximum(most - 127 - TOP, -127)
+            most = tl.maximum(most, tl.max(tl.where(byte == 255, 0, byte), 0))
+        settled = tl.maximum(most - 127 - Q.top, -127)
         for i in range((BLOCKS + SEGMENTS - 1) // SEGMENTS):
             block = i * SEGMENTS + segment
-            data, _, _, _ = _block(
-                x_ptr,
-                signs_ptr,
-                seed_ptr,
-                first,
-                block,
-                settled,
-                ROWS,
-                COLUMNS,
-                C,
-                KIND,
-                False,
-                PRE_SCALE,
-                SIGNS,
-                HADAMARD,
-                RULE,
-                True,
-                STOCHASTIC,
-                M,
-                E,
-                MAX_EXP,
-                MAX_VALUE,
-                E5M2,
-                PTX,
-            )
+            words = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32, 32, C)
+            x = _values(words, x_ptr.dtype.element_ty, C)
+            data, _, _, _ = _quantized(x, signs_ptr, seed_ptr, first, block, settled, C, Q)
             index = column.to(tl.int64) * BLOCKS + block
-            put(data_ptr, data, index, inside & (block < BLOCKS), KIND, 1 + M + E)
+            put(data_ptr, data, index, inside & (block < BLOCKS), Q)
     if segment == 0:
         tl.store(ref_ptr + column, (settled + 127).to(tl.uint8), mask=inside)
 
@@ -326,6 +231,7 @@ def quantize_columns(
     spec: OperandSpec,
     kind: Kind,
     machine: Machine,
+    processors: int,
     seed: jax.Array | None = None,
     sign_seed: jax.Array | None = None,
     norms: bool = False,
@@ -340,6 +246,7 @@ def quantize_columns(
       spec: how it is quantized.
       kind: what is written, see `View`.
       machine: that runs it.
+      processors: of the GPU.
       seed: uint32[2], for stochastic rounding.
       sign_seed: uint32[2], for random signs.
       norms: whether to return the columns' squared norms too.
@@ -349,12 +256,15 @@ def quantize_columns(
     """
     x, spec, inputs = prepared(x, axis=0, spec=spec, seed=seed, sign_seed=sign_seed)
     rows, columns = x.shape
-    parts = triton.cdiv(rows // 32, 2)
+    strips = triton.cdiv(columns, COLUMNS_PER_PROGRAM)
+    # All programs at once, so that none waits for a few last ones.
+    parts = max(1, PROGRAMS_PER_PROCESSOR * processors // strips)
+    pairs = triton.cdiv(rows // 32, 2 * parts)
+    parts = triton.cdiv(rows // 32, 2 * pairs)
     paired = x.dtype.itemsize == 2 and columns % 2 == 0
     shapes = view_shapes(columns, rows, fmt=spec.mx, kind=kind, norms=parts if norms else 1)
     sizes = {"ROWS": rows, "COLUMNS": columns}
     facts = constants(spec, kind=kind, machine=machine, norms=norms)
-    strips = triton.cdiv(columns, COLUMNS_PER_PROGRAM)
     data, scales, refs, squares, flags = _launch.launch(
         _kernel,
         *inputs,
@@ -363,8 +273,9 @@ def quantize_columns(
         grid=strips * parts,
         num_warps=2 if paired else 4,
         C=COLUMNS_PER_PROGRAM,
+        PAIRS=pairs,
+        Q=facts,
         **sizes,
-        **facts,
     )
     if kind == "folded":
         refs, data = _launch.launch(
@@ -381,7 +292,7 @@ def quantize_columns(
             C=SETTLED_COLUMNS,
             FLAGGED=COLUMNS_PER_PROGRAM,
             SEGMENTS=SETTLED_SEGMENTS,
+            Q=dataclasses.replace(facts, norms=False, clip=True),
             **sizes,
-            **facts,
         )
     return View.of(data, scales, refs, squares, kind=kind, norms=norms)
