@@ -12,7 +12,7 @@ DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cp
 PYTHON = $(shell for p in python3.12 python3; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
 NO_PYTHON = found no Python 3.12 as python3.12 or python3; install it (say, `pyenv install 3.12`)
-SOURCES := adahop_jax triton_kernels train benchmarks tests .ci
+SOURCES := adahop_jax triton_kernels pallas_kernels train benchmarks tests .ci
 
 .PHONY: demo test check format
 demo: $(VENV)/demo-$(DEVICE)

@@ -1,8 +1,9 @@
 """Which implementation runs an operation: chosen by name, or the first that can run here.
 
-triton      kernels, on the best path that this GPU has: native, fp8 or bf16
-triton:fp8  kernels on that path; likewise triton:native and triton:bf16
-reference   plain JAX, anywhere
+triton+pallas  Triton's kernels, and Pallas' for what these were measured to be faster at
+triton         Triton's kernels, on the best path that this GPU has: native, fp8 or bf16
+triton:fp8     on that path; likewise triton:native and triton:bf16
+reference      plain JAX, anywhere
 """
 
 import functools
@@ -16,7 +17,10 @@ from adahop_jax._devices import default_device
 
 _logger = logging.getLogger("adahop_jax")
 
-BACKENDS = ("triton", "triton:native", "triton:fp8", "triton:bf16", "reference")
+BACKENDS = (
+    *("triton+pallas", "triton", "triton:native", "triton:fp8", "triton:bf16"),
+    "reference",
+)
 """Names of backends, in order of preference."""
 
 
@@ -40,12 +44,20 @@ def resolve(backend: str | None) -> tuple[str, Any]:
             f"backend {backend!r} is unknown; choose one of {known}, or None for the best here"
         )
     device = default_device()
-    name, operations, refusal = _load(backend or BACKENDS[0], device)
-    if refusal and backend is not None:
-        raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refusal}")
-    if refusal:
-        name, operations, _ = _load("reference", device)
-    _log_once(name, str(device), refusal if device.platform == "gpu" else "")
+    if backend is not None:
+        name, operations, refusal = _load(backend, device)
+        if refusal:
+            raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refusal}")
+        _log_once(name, str(device), "")
+        return name, operations
+    refused = ""
+    for candidate in BACKENDS:
+        name, operations, refusal = _load(candidate, device)
+        if not refusal:
+            break
+        refused = refusal
+    is_slow = name == "reference" and device.platform == "gpu"
+    _log_once(name, str(device), refused if is_slow else "")
     return name, operations
 
 
@@ -57,19 +69,25 @@ def _load(backend: str, device: jax.Device) -> tuple[str, Any, str]:
     if device.platform != "gpu":
         return backend, None, f"it needs a GPU, and JAX's default device is a {device.platform}"
     try:
-        kernels = importlib.import_module("triton_kernels")
-        if getattr(kernels, "MARKER", None) != "adahop_jax":
-            found = getattr(kernels, "__file__", None)
-            return backend, None, f"`triton_kernels` is another package: {found}; uninstall it"
+        for package in ("triton_kernels", "pallas_kernels"):
+            kernels = importlib.import_module(package)
+            if getattr(kernels, "MARKER", None) != "adahop_jax":
+                found = getattr(kernels, "__file__", None)
+                return backend, None, f"`{package}` is another package: {found}; uninstall it"
         machines = importlib.import_module("triton_kernels.machines")
         operations = importlib.import_module("triton_kernels.operations")
     except ImportError as error:
         return backend, None, f"{error}; install triton and jax-triton"
-    path, refusal = machines.path_for(device, backend.partition(":")[2] or None)
+    kind, _, asked = backend.partition(":")
+    path, refusal = machines.path_for(device, asked or None)
     if refusal:
         return backend, None, refusal
-    machine = machines.machine_of(device)
-    return f"triton:{path}", operations.Backend(machine, path, device.core_count), ""
+    machine, large = machines.machine_of(device), None
+    if kind == "triton+pallas":
+        if not machine.pallas:
+            return backend, None, f"Pallas was not measured on architecture {machine.name}"
+        large = importlib.import_module("pallas_kernels.matmul")
+    return f"{kind}:{path}", operations.Backend(machine, path, device.core_count, large), ""
 
 
 @functools.cache

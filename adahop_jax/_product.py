@@ -189,7 +189,7 @@ def _taken(
     """The k rows (`axis` 0) or columns (1) of x with the largest squared norms."""
     assert norms is not None
     index = ops.largest(norms, outliers.count(x.shape[axis]))
-    return Outliers(index, ops.take(x, index, axis=axis))
+    return Outliers(index, jnp.take(x, index, axis=axis, mode="clip"))
 
 
 def _undo(plan: ProductPlan) -> float:

@@ -76,7 +76,7 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None, backend="refere
     a, b = _padded(a, axes[0], length), _padded(b, axes[1], length)
     y, size = contract(a, b, axes) * undo, contract(np.abs(a), np.abs(b), axes) * undo
     bound = _bound(size, length, backend)
-    if backend == "triton:fp8":
+    if backend.endswith(":fp8"):
         bound += _cut_off(a if axes[0] == 1 else a.T, b.T if axes[1] == 0 else b) * undo
     if plan.outliers is not None:
         side = names.index(plan.outliers.tensor)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = {"adahop_jax": 400, "train": 400, "triton_kernels": 600}
+MAX_LINES = {"adahop_jax": 400, "train": 400, "triton_kernels": 600, "pallas_kernels": 600}
 
 # The lowest layer first; a module imports from its own row and from earlier ones. The reference
 # takes plain arrays: it sees neither plans nor MXArray.
@@ -81,7 +81,7 @@ def _own_module(file: Path) -> str:
 
 
 LIBRARY = _files("adahop_jax", "train")
-KERNELS = _files("triton_kernels")
+KERNELS = _files("triton_kernels", "pallas_kernels")
 by_library_file = pytest.mark.parametrize("file", LIBRARY, ids=_name)
 by_kernel_file = pytest.mark.parametrize("file", KERNELS, ids=_name)
 by_file = pytest.mark.parametrize("file", LIBRARY + KERNELS, ids=_name)
@@ -101,7 +101,8 @@ def test_imports_point_down(file: Path) -> None:
 
 @by_kernel_file
 def test_kernels_see_formats_and_reference_only(file: Path) -> None:
-    own = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"triton_kernels"}
+    package = file.relative_to(ROOT).parts[0]
+    own = {path.name for path in ROOT.iterdir() if path.is_dir()} - {package}
     above = [
         name
         for name in _imports(file)
@@ -113,9 +114,10 @@ def test_kernels_see_formats_and_reference_only(file: Path) -> None:
 @by_library_file
 def test_kernels_are_named_by_the_dispatch_only(file: Path) -> None:
     """And imported there by name, when a GPU asks for them: the library does without Triton."""
-    assert not {name.partition(".")[0] for name in _imports(file)} & {"triton", "triton_kernels"}
+    packages = {"triton_kernels", "pallas_kernels"}
+    assert not {name.partition(".")[0] for name in _imports(file)} & {"triton", *packages}
     if file != ROOT / "adahop_jax" / "_dispatch.py":
-        assert "triton_kernels" not in file.read_text()
+        assert not any(package in file.read_text() for package in packages)
 
 
 @by_file

@@ -18,7 +18,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
 def test_wheel_lists_every_package_of_the_library_and_its_kernels() -> None:
-    tops = ("adahop_jax", "triton_kernels")
+    tops = ("adahop_jax", "triton_kernels", "pallas_kernels")
     folders = {file.parent for top in tops for file in (ROOT / top).rglob("*.py")}
     found = {".".join(folder.relative_to(ROOT).parts) for folder in folders}
     assert set(PROJECT["tool"]["setuptools"]["packages"]) == found

@@ -131,7 +131,7 @@ def rotate(x, signs_ptr, N: tl.constexpr, Q: tl.constexpr):
     if Q.signs:
         x = x * tl.load(signs_ptr + tl.arange(0, 32))[None, :]
     if Q.hadamard < 2 and Q.ptx:
-        x = _sum(x, tl.full((N, 32), -0.0, tl.float32), True)
+        x = _sum(x, from_bits(tl.full((N, 32), SIGN, tl.int32)), True)
     elif not Q.ptx:
         x = _flush(x)
     if Q.hadamard >= 2:

@@ -54,6 +54,7 @@ class Machine:
         there are not.
       measured: on which GPU tiles and rates were measured; empty if they were not.
       rates: what it was measured to do; None if it was not.
+      pallas: whether `pallas_kernels` was measured to be faster at large products.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Machine:
     small: MatmulTile
     measured: str = ""
     rates: Rates | None = None
+    pallas: bool = False
 
     @property
     def tma(self) -> bool:
@@ -99,6 +101,7 @@ MACHINES = {
             large=_HOPPER,
             small=_HOPPER_SMALL,
             measured="NVIDIA H200",
+            pallas=True,
             rates=Rates(
                 bf16=810e12, fp8=1520e12, quantize=3.4e12, fold=3.8e12, read=3.5e12, kernel=2e-6
             ),

@@ -212,14 +212,19 @@ def matmul(
     return y
 
 
+def is_large(machine: Machine, *, m: int, n: int, processors: int) -> bool:
+    """Whether large tiles give nearly every processor something to do."""
+    large = machine.large
+    return triton.cdiv(m, large.m) * triton.cdiv(n, large.n) >= 0.75 * processors
+
+
 def pick(machine: Machine, *, m: int, n: int, k: int, processors: int) -> tuple[MatmulTile, int]:
     """The tile of the shape's class, and into how many shares the contracted axis is split.
 
-    The large tile where it gives nearly every processor something to do; else the small one, and
-    several programs a tile.
+    A small tile may have several programs.
     """
-    large, small = machine.large, machine.small
-    if triton.cdiv(m, large.m) * triton.cdiv(n, large.n) >= 0.75 * processors:
-        return large, 1
+    if is_large(machine, m=m, n=n, processors=processors):
+        return machine.large, 1
+    small = machine.small
     tiles = triton.cdiv(m, small.m) * triton.cdiv(n, small.n)
     return small, max(1, min(processors // tiles, k // LEAST_SHARE))

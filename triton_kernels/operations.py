@@ -5,6 +5,7 @@ reads, or its values in bfloat16.
 """
 
 import dataclasses
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -14,12 +15,13 @@ from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax.reference import operations as reference
 from adahop_jax.reference.bits import rounded
 from triton_kernels._view import BLOCK, Kind, View
-from triton_kernels.columns import overwrite_columns, take_columns
 from triton_kernels.estimate import speedup
 from triton_kernels.fold import fold
 from triton_kernels.machines import Machine, Path
+from triton_kernels.matmul import CHUNK, is_large
 from triton_kernels.matmul import matmul as folded_matmul
 from triton_kernels.native import native_matmul
+from triton_kernels.overwrite import overwrite_columns
 from triton_kernels.quantize_columns import quantize_columns
 from triton_kernels.quantize_rows import quantize_rows
 from triton_kernels.select import largest
@@ -48,10 +50,14 @@ class Backend:
       machine: the machine.
       path: one of its paths.
       processors: how many it has.
+      large: a module with another `matmul` of folded operands, for large products that it takes.
     """
 
-    def __init__(self, machine: Machine, path: Path, processors: int) -> None:
+    def __init__(
+        self, machine: Machine, path: Path, processors: int, large: ModuleType | None = None
+    ) -> None:
         self._machine, self._path, self._processors = machine, path, processors
+        self._large = large
 
     def quantize(
         self,
@@ -141,12 +147,6 @@ class Backend:
         """Indices of the k largest norms."""
         return largest(norms, k)
 
-    def take(self, x: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
-        """Rows or columns of x; rows by XLA, whose gather is made for them."""
-        if axis == 0 or not x.size:
-            return reference.take(x, index, axis=axis)
-        return take_columns(x, index)
-
     def speedup(
         self, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
     ) -> float | None:
@@ -176,15 +176,24 @@ class Backend:
                     for v, side in ((a, lhs), (b, rhs))
                 )
             return native_matmul(a, b, scale=scale, dtype=dtype, machine=self._machine)
-        return folded_matmul(
-            a,
-            b,
-            scale=scale,
-            rotated=lhs.rotated and rhs.rotated,
-            dtype=dtype,
-            machine=self._machine,
-            processors=self._processors,
-        )
+        rotated = lhs.rotated and rhs.rotated
+        sizes: Any = {"machine": self._machine, "processors": self._processors}
+        if (
+            self._large is not None
+            and is_large(m=shape[0], n=shape[1], **sizes)
+            and self._large.takes(*shape, a.data.shape[1])
+        ):
+            return self._large.matmul(
+                a.data,
+                a.refs,
+                b.data,
+                b.refs,
+                scale=scale,
+                chunk=CHUNK["rotated" if rotated else "plain"],
+                dtype=dtype,
+                processors=self._processors,
+            )
+        return folded_matmul(a, b, scale=scale, rotated=rotated, dtype=dtype, **sizes)
 
     def _view(
         self,
@@ -202,17 +211,18 @@ class Backend:
             return _empty(x, axis, kind, spec, norms)
         # Transforms larger than a block are done beforehand, so that the kernel sees another x.
         beforehand = norms and spec.hadamard > BLOCK
-        quantizer = quantize_columns if axis == 0 else quantize_rows
-        view = quantizer(
-            x,
-            spec=spec,
-            kind=kind,
-            machine=self._machine,
-            processors=self._processors,
-            seed=seed,
-            sign_seed=sign_seed,
-            norms=norms and not beforehand,
-        )
+        how: Any = {
+            "spec": spec,
+            "kind": kind,
+            "machine": self._machine,
+            "seed": seed,
+            "sign_seed": sign_seed,
+            "norms": norms and not beforehand,
+        }
+        if axis == 0:
+            view = quantize_columns(x, **how)
+        else:
+            view = quantize_rows(x, processors=self._processors, **how)
         if beforehand:
             view = view._replace(norms=reference.squared_norms(x, axis=axis))
         return view

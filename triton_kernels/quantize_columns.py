@@ -32,7 +32,6 @@ from triton_kernels._write import encode, put, put_scales
 from triton_kernels.machines import Machine
 
 COLUMNS_PER_PROGRAM = 128
-PROGRAMS_PER_PROCESSOR = 6
 SETTLED_COLUMNS = 64
 SETTLED_SEGMENTS = 4
 
@@ -84,17 +83,47 @@ def _noise(row, first, seed_ptr, COUNT: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _quantized(x, signs_ptr, seed_ptr, first, block, ref, C: tl.constexpr, Q: tl.constexpr):
-    """Data, scale exponents, faults and squared norms of one block x [C, 32] in C columns."""
-    norm = tl.zeros((C,), tl.float32)
+def _few(x, noise, signs_ptr, ref, Q: tl.constexpr):
+    """Data, scale exponents, faults and squared norms of one block x [N, 32] in N columns."""
+    N: tl.constexpr = x.shape[0]
+    norm = tl.zeros((N,), tl.float32)
     if Q.norms:
         norm = tl.sum(x * x, 1)
+    y = rotate(x, signs_ptr, N, Q)
+    scale, fault = block_scales(y, Q)
+    return encode(y, noise, scale, fault, ref, N, Q), scale, fault, norm
+
+
+@triton.jit
+def _quantized(
+    words,
+    signs_ptr,
+    seed_ptr,
+    first,
+    block,
+    ref,
+    DTYPE: tl.constexpr,
+    C: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """The same of one block in C columns, from what `_words` loaded."""
     noise = 0.0
     if Q.stochastic:
         noise = _noise(block * 32, first, seed_ptr, 32, C)
-    y = rotate(x, signs_ptr, C, Q)
-    scale, fault = block_scales(y, Q)
-    return encode(y, noise, scale, fault, ref, C, Q), scale, fault, norm
+    if words.shape[0] == C:
+        return _few(words.to(tl.float32), noise, signs_ptr, ref, Q)
+    else:
+        # One column of a pair after the other, which saves registers.
+        low, high = halves(words, DTYPE)
+        noise0, noise1 = noise, noise
+        if Q.stochastic:
+            noise0, noise1 = tl.split(noise.reshape(C // 2, 2, 32).permute(0, 2, 1))
+        ref0, ref1 = tl.split(ref.reshape(C // 2, 2))
+        data0, scale0, fault0, norm0 = _few(low, noise0, signs_ptr, ref0, Q)
+        data1, scale1, fault1, norm1 = _few(high, noise1, signs_ptr, ref1, Q)
+        data = tl.join(data0, data1).permute(0, 2, 1).reshape(C, data0.shape[1])
+        scale = tl.join(scale0, scale1).reshape(C)
+        return data, scale, tl.join(fault0, fault1).reshape(C), tl.join(norm0, norm1).reshape(C)
 
 
 @triton.jit
@@ -110,23 +139,23 @@ def _kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
-    PAIRS: tl.constexpr,
     Q: tl.constexpr,
 ):
-    """A program: C columns, PAIRS times two blocks of 32 rows.
-
-    A block is loaded while the one before it is worked on; two are stored together, 64 bytes of a
-    row.
-    """
+    """A program: C columns, two blocks of 32 rows each."""
     BLOCKS: tl.constexpr = ROWS // 32
     STRIPS: tl.constexpr = (COLUMNS + C - 1) // C
-    PARTS: tl.constexpr = (BLOCKS + 2 * PAIRS - 1) // (2 * PAIRS)
+    PARTS: tl.constexpr = (BLOCKS + 1) // 2
     N: tl.constexpr = 2 * C
     dtype: tl.constexpr = x_ptr.dtype.element_ty
-    first = (tl.program_id(0) % STRIPS) * C
+    strip = tl.program_id(0) % STRIPS
     part = tl.program_id(0) // STRIPS
+    first = strip * C
+    block = part * 2
     column = first + tl.arange(0, C)
 
+    # All is loaded before anything is worked on.
+    words0 = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32, 32, C)
+    words1 = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32 + 32, 32, C)
     guess = tl.zeros((C,), tl.int32)
     if Q.kind == "folded":
         # Eight rows all over the tensor: padding and masked tokens lie at its ends.
@@ -138,43 +167,35 @@ def _kernel(
         if part == 0:
             tl.store(ref_ptr + column, (guess + 127).to(tl.uint8), mask=column < COLUMNS)
 
-    norm = tl.zeros((C,), tl.float32)
-    start = part * (2 * PAIRS)
-    words0 = _words(x_ptr, first, ROWS, COLUMNS, 1, start * 32, 32, C)
-    for pair in range(PAIRS):
-        block = start + 2 * pair
-        words1 = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32 + 32, 32, C)
-        data0, scale0, fault0, norm0 = _quantized(
-            _values(words0, dtype, C), signs_ptr, seed_ptr, first, block, guess, C, Q
-        )
-        if PAIRS > 1:
-            words0 = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32 + 64, 32, C)
-        data1, scale1, fault1, norm1 = _quantized(
-            _values(words1, dtype, C), signs_ptr, seed_ptr, first, block + 1, guess, C, Q
-        )
-        norm += norm0 + norm1
-        nth = block + tl.arange(0, 2)
-        index = (column.to(tl.int64)[:, None] * BLOCKS + nth[None, :]).reshape(N)
-        inside = ((column < COLUMNS)[:, None] & (nth < BLOCKS)[None, :]).reshape(N)
-        data = tl.join(data0, data1).permute(0, 2, 1).reshape(N, data0.shape[1])
-        put(data_ptr, data, index, inside, Q)
-        scale = tl.join(scale0, scale1).reshape(N)
-        fault = tl.join(fault0, fault1).reshape(N)
-        if Q.kind == "folded":
-            # Nobody but `_settle_kernel` reads them: they lie as it and this kernel like it.
-            place = (nth.to(tl.int64)[None, :] * COLUMNS + column[:, None]).reshape(N)
-            put_scales(scale_ptr, scale, fault, place, inside)
-            # Zero blocks and faults fit everywhere. A block at the largest scale may hold more than
-            # its largest element.
-            above = scale - tl.broadcast_to(guess[:, None], (C, 2)).reshape(N)
-            outside = (above > Q.top) | (above < Q.low) | (scale == 127 - Q.max_exponent)
-            outside = outside & (scale > -127) & (fault == 0) & inside
-            tl.store(flag_ptr + index * 0 + tl.program_id(0) % STRIPS, 1, mask=outside)
-        else:
-            put_scales(scale_ptr, scale, fault, index, inside)
+    # Stored together, 64 bytes of a row.
+    data0, scale0, fault0, norm0 = _quantized(
+        words0, signs_ptr, seed_ptr, first, block, guess, dtype, C, Q
+    )
+    data1, scale1, fault1, norm1 = _quantized(
+        words1, signs_ptr, seed_ptr, first, block + 1, guess, dtype, C, Q
+    )
     if Q.norms:
-        ptr = norm_ptr + column.to(tl.int64) * PARTS + part
-        tl.store(ptr, norm, mask=column < COLUMNS)
+        norm = norm_ptr + column.to(tl.int64) * PARTS + part
+        tl.store(norm, norm0 + norm1, mask=column < COLUMNS)
+    nth = block + tl.arange(0, 2)
+    index = (column.to(tl.int64)[:, None] * BLOCKS + nth[None, :]).reshape(N)
+    inside = ((column < COLUMNS)[:, None] & (nth < BLOCKS)[None, :]).reshape(N)
+    data = tl.join(data0, data1).permute(0, 2, 1).reshape(N, data0.shape[1])
+    put(data_ptr, data, index, inside, Q)
+    scale = tl.join(scale0, scale1).reshape(N)
+    fault = tl.join(fault0, fault1).reshape(N)
+    if Q.kind == "folded":
+        # Nobody but `_settle_kernel` reads them: they lie as it and this kernel like it.
+        place = (nth.to(tl.int64)[None, :] * COLUMNS + column[:, None]).reshape(N)
+        put_scales(scale_ptr, scale, fault, place, inside)
+        # Zero blocks and faults fit everywhere. A block at the largest scale may hold more than
+        # its largest element.
+        above = scale - tl.broadcast_to(guess[:, None], (C, 2)).reshape(N)
+        outside = (above > Q.top) | (above < Q.low) | (scale == 127 - Q.max_exponent)
+        outside = outside & (scale > -127) & (fault == 0) & inside
+        tl.store(flag_ptr + index * 0 + strip, 1, mask=outside)
+    else:
+        put_scales(scale_ptr, scale, fault, index, inside)
 
 
 @triton.jit
@@ -217,8 +238,9 @@ def _settle_kernel(
         for i in range((BLOCKS + SEGMENTS - 1) // SEGMENTS):
             block = i * SEGMENTS + segment
             words = _words(x_ptr, first, ROWS, COLUMNS, 1, block * 32, 32, C)
-            x = _values(words, x_ptr.dtype.element_ty, C)
-            data, _, _, _ = _quantized(x, signs_ptr, seed_ptr, first, block, settled, C, Q)
+            data, _, _, _ = _quantized(
+                words, signs_ptr, seed_ptr, first, block, settled, x_ptr.dtype.element_ty, C, Q
+            )
             index = column.to(tl.int64) * BLOCKS + block
             put(data_ptr, data, index, inside & (block < BLOCKS), Q)
     if segment == 0:
@@ -231,7 +253,6 @@ def quantize_columns(
     spec: OperandSpec,
     kind: Kind,
     machine: Machine,
-    processors: int,
     seed: jax.Array | None = None,
     sign_seed: jax.Array | None = None,
     norms: bool = False,
@@ -246,7 +267,6 @@ def quantize_columns(
       spec: how it is quantized.
       kind: what is written, see `View`.
       machine: that runs it.
-      processors: of the GPU.
       seed: uint32[2], for stochastic rounding.
       sign_seed: uint32[2], for random signs.
       norms: whether to return the columns' squared norms too.
@@ -257,10 +277,7 @@ def quantize_columns(
     x, spec, inputs = prepared(x, axis=0, spec=spec, seed=seed, sign_seed=sign_seed)
     rows, columns = x.shape
     strips = triton.cdiv(columns, COLUMNS_PER_PROGRAM)
-    # All programs at once, so that none waits for a few last ones.
-    parts = max(1, PROGRAMS_PER_PROCESSOR * processors // strips)
-    pairs = triton.cdiv(rows // 32, 2 * parts)
-    parts = triton.cdiv(rows // 32, 2 * pairs)
+    parts = triton.cdiv(rows // 32, 2)
     paired = x.dtype.itemsize == 2 and columns % 2 == 0
     shapes = view_shapes(columns, rows, fmt=spec.mx, kind=kind, norms=parts if norms else 1)
     sizes = {"ROWS": rows, "COLUMNS": columns}
@@ -273,7 +290,6 @@ def quantize_columns(
         grid=strips * parts,
         num_warps=2 if paired else 4,
         C=COLUMNS_PER_PROGRAM,
-        PAIRS=pairs,
         Q=facts,
         **sizes,
     )

@@ -24,7 +24,7 @@ WARPS = 8
 BLOCKS_PER_PROGRAM = 256
 MOST_BLOCKS = 512
 # As many as run at once: folding takes more registers.
-PROGRAMS_PER_PROCESSOR = {"folded": 3, "elements": 5, "codes": 5}
+PROGRAMS_PER_PROCESSOR = {"folded": 3, "elements": 3, "codes": 8}
 
 
 @triton.jit
@@ -175,13 +175,20 @@ def quantize_rows(
     """
     x, spec, inputs = prepared(x, axis=1, spec=spec, seed=seed, sign_seed=sign_seed)
     rows, blocks = x.shape[0], x.shape[1] // 32
+    if (
+        kind == "codes"
+        and not (norms or seed is not None)
+        and rows * blocks % BLOCKS_PER_PROGRAM == 0
+    ):
+        # Nothing is asked of whole rows.
+        rows, blocks = rows * blocks // BLOCKS_PER_PROGRAM, BLOCKS_PER_PROGRAM
     block_b = min(triton.next_power_of_2(blocks), MOST_BLOCKS)
     block_r = max(1, BLOCKS_PER_PROGRAM // block_b)
     programs = min(triton.cdiv(rows, block_r), PROGRAMS_PER_PROCESSOR[kind] * processors)
     results = _launch.launch(
         _kernel,
         *inputs,
-        out=view_shapes(rows, x.shape[1], fmt=spec.mx, kind=kind, norms=1),
+        out=view_shapes(*x.shape, fmt=spec.mx, kind=kind, norms=1),
         grid=programs,
         num_warps=WARPS,
         ROWS=rows,

@@ -159,11 +159,6 @@ def largest(norms: jax.Array, k: int) -> jax.Array:
     return lax.top_k(norms, k)[1]
 
 
-def take(x: jax.Array, index: jax.Array, *, axis: int) -> jax.Array:
-    """Rows (`axis` 0) or columns (1) of x, by int32 indices inside of it."""
-    return jnp.take(x, index, axis=axis, mode="clip")
-
-
 def speedup(
     *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
 ) -> float | None:

@@ -262,13 +262,6 @@ def test_columns_and_rows_are_replaced(rng):
     np.testing.assert_array_equal(got, plain)
 
 
-@by_axis
-def test_rows_and_columns_are_taken(rng, axis):
-    x, index = _random(rng, (70, 50), "bfloat16"), np.array([3, 49, 0], np.int32)
-    got = _ops().take(x, jnp.asarray(index), axis=axis)
-    np.testing.assert_array_equal(got, np.take(np.asarray(x), index, axis=axis))
-
-
 @pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0)])
 def test_nothing_is_launched_for_empty_arrays(monkeypatch, shape):
     monkeypatch.setattr(_launch, "launch", None)

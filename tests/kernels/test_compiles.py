@@ -104,7 +104,6 @@ def _everything(backend, recorder):
         found.update(dict.fromkeys(_product(backend, recorder, spec, dtype, *shapes)))
     for k in (1, 5):
         note(lambda norms, k=k: backend.largest(norms, k), _shape(3000, dtype=jnp.float32))
-    note(lambda x, i: backend.take(x, i, axis=1), _shape(96, 64), _shape(3, dtype=jnp.int32))
     y = _shape(96, 64)
     note(
         lambda a, b, index, values: backend.matmul(

@@ -13,6 +13,7 @@ import pytest
 
 from adahop_jax import OperandSpec, _dispatch
 from adahop_jax.reference import operations as reference
+from pallas_kernels import matmul as pallas_matmul
 from triton_kernels import _launch
 from triton_kernels.machines import MACHINES, PATHS, machine_of, path_for
 from triton_kernels.matmul import CHUNK
@@ -74,8 +75,10 @@ def test_a_gpu_gets_its_row_and_its_best_path(on, found, row, path):
     assert machine_of(device) is MACHINES[row]
     assert path_for(device, None) == (path, "")
     on(device)
-    for backend in (None, "triton", f"triton:{path}"):
+    for backend in ("triton", f"triton:{path}"):
         assert _dispatch.resolve(backend)[0] == f"triton:{path}"
+    best = "triton+pallas" if row == "9.0" else "triton"
+    assert _dispatch.resolve(None)[0] == f"{best}:{path}"
 
 
 @pytest.mark.parametrize("found", ["7.5", "11.0", "9", "9.00", "8.1", "gfx1100", "gfx9500", ""])
@@ -112,7 +115,8 @@ def test_a_row_is_sound(name):
 
 
 def test_every_path_has_a_backend_of_its_name():
-    assert _dispatch.BACKENDS == ("triton", *(f"triton:{path}" for path in PATHS), "reference")
+    paths = (f"triton:{path}" for path in PATHS)
+    assert _dispatch.BACKENDS == ("triton+pallas", "triton", *paths, "reference")
 
 
 @pytest.mark.parametrize(
@@ -122,6 +126,7 @@ def test_every_path_has_a_backend_of_its_name():
         (Device("8.6"), "triton:fp8", r"architecture 8\.0 has no path 'fp8', only .*bf16"),
         (Device("10.3"), "triton:fp8", r"architecture 10\.0 has no path 'fp8', only .*native"),
         (Device("gfx950:xnack-"), "triton:fp8", "architecture gfx950 has no path 'fp8'"),
+        (Device("8.9"), r"triton\+pallas", r"Pallas was not measured on architecture 8\.9"),
         (TURING, "triton", r"architecture is 7\.5, and the kernels serve .*9\.0"),
         (TURING, "triton:bf16", r"architecture is 7\.5, and the kernels serve .*9\.0"),
         (CPU, "triton", "needs a GPU, and JAX's default device is a cpu"),
@@ -133,7 +138,7 @@ def test_every_path_has_a_backend_of_its_name():
 def test_a_backend_asked_for_by_name_runs_or_says_why_not(on, device, backend, reason):
     on(device)
     with pytest.raises(NotImplementedError, match=rf"'{backend}' cannot run on .*: .*{reason}"):
-        _dispatch.resolve(backend)
+        _dispatch.resolve(backend.replace("\\", ""))
 
 
 @pytest.mark.parametrize("backend", ["pallas", "triton:fp4", "Triton", ""])
@@ -162,11 +167,12 @@ def test_the_reference_runs_wherever_it_is_asked_for(on, device):
     assert _dispatch.resolve("reference") == ("reference", reference)
 
 
-def test_a_strange_package_of_the_kernels_name_is_left_alone(on, monkeypatch):
+@pytest.mark.parametrize("name", ["triton_kernels", "pallas_kernels"])
+def test_a_strange_package_of_the_kernels_name_is_left_alone(on, monkeypatch, name):
     on(Device("9.0"))
-    monkeypatch.setitem(sys.modules, "triton_kernels", types.ModuleType("triton_kernels"))
+    monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     assert _dispatch.resolve(None)[0] == "reference"
-    with pytest.raises(NotImplementedError, match="`triton_kernels` is another package"):
+    with pytest.raises(NotImplementedError, match=f"`{name}` is another package"):
         _dispatch.resolve("triton")
 
 
@@ -191,7 +197,7 @@ def test_the_product_occupies_as_many_programs_as_the_gpu_has_processors(on, mon
 
     monkeypatch.setattr(_launch, "launch", launch)
     on(Device("9.0", core_count=7))
-    operations = _dispatch.resolve(None)[1]
+    operations = _dispatch.resolve("triton")[1]
     x = jax.ShapeDtypeStruct((4096, 64), jnp.bfloat16)
 
     def product(x):
@@ -200,6 +206,38 @@ def test_the_product_occupies_as_many_programs_as_the_gpu_has_processors(on, mon
 
     jax.eval_shape(product, x)
     assert grids["triton_kernels.matmul"] == 7
+
+
+@pytest.mark.parametrize(
+    "shape, module",
+    [
+        ((4096, 128), "pallas_kernels"),
+        ((4096, 160), "triton_kernels"),  # not whole tiles
+        ((256, 128), "triton_kernels"),  # too few for all processors
+    ],
+)
+def test_large_products_of_whole_tiles_are_pallas(on, monkeypatch, shape, module):
+    called = []
+
+    def launch(kernel, *arrays, out, **constants):
+        called.append(kernel.fn.__module__)
+        return tuple(jnp.zeros(o.shape, o.dtype) for o in out)
+
+    def multiply(a, a_refs, b, b_refs, *, dtype, **options):
+        called.append("pallas_kernels.matmul")
+        return jnp.zeros((a.shape[0], b.shape[0]), dtype)
+
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(pallas_matmul, "matmul", multiply)
+    on(Device("9.0", core_count=132))
+    operations = _dispatch.resolve(None)[1]
+
+    def product(x):
+        side, _ = operations.operand(x, axis=1, spec=OperandSpec())
+        return operations.matmul(side, side, scale=1.0, dtype=jnp.dtype(jnp.bfloat16))
+
+    jax.eval_shape(product, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    assert called[-1] == f"{module}.matmul"
 
 
 def test_the_library_runs_where_triton_cannot_be_imported():

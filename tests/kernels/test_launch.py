@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from triton_kernels.columns import overwrite_columns
+from triton_kernels.overwrite import overwrite_columns
 
 
 def _equations(jaxpr):

@@ -1,0 +1,266 @@
+"""The product of two folded FP8 operands: two warpgroups multiply in turns, a third loads.
+
+Products keep the matrix units busy; what follows them, undoing the exponents and storing, does not.
+So two warpgroups take tiles in turns, and while one stores, the other multiplies. The third loads
+tiles of the operands into a ring of buffers, as far ahead as there are buffers.
+
+Both operands have the contracted axis last, as Hopper's FP8 units want them. These add with some 14
+bits, so a sum is broken off every `chunk` elements and continued in float32: `docs/numerics.md`.
+
+Lowered by Mosaic GPU, whose own terms these are: wgmma, TMA, barriers, a task for each warpgroup.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+TILE = 128
+"""Rows, columns and depth of what a warpgroup multiplies at a time."""
+SLOTS = 6
+"""Buffers in the ring, of a tile of each operand."""
+STRIPE = 8
+"""Tiles down the rows that are walked before the next columns, for the cache."""
+STORED = 64
+"""Columns stored at a time."""
+WORKERS = 2
+"""Warpgroups that multiply."""
+EASY = 80
+"""FP8 units' sums lie between 2^-32 and 2^45: times 2^EASY they stay in float32's range."""
+
+REGISTERS = {"load": 40, "multiply": 232}
+"""Of a thread: what loads needs few, and leaves its share to those that hold sums."""
+
+
+def takes(m: int, n: int, k: int) -> bool:
+    """Whether `matmul` takes a product of these sizes: of whole tiles."""
+    return m % TILE == n % TILE == k % TILE == 0
+
+
+def matmul(
+    a: jax.Array,
+    a_refs: jax.Array,
+    b: jax.Array,
+    b_refs: jax.Array,
+    *,
+    scale: float,
+    chunk: int,
+    dtype: jnp.dtype,
+    processors: int,
+    interpret: Any = None,
+) -> jax.Array:
+    """a @ b^T, `scale` times, from folded operands.
+
+    Reads every operand once for each of the other's tiles that a pass over the processors holds;
+    writes the result once.
+
+    Args:
+      a: FP8 (rows, length); every size a multiple of `TILE`.
+      a_refs: uint8 (rows,), exponents + 127 that a's rows were divided by.
+      b: FP8 (columns, length).
+      b_refs: uint8 (columns,), likewise.
+      scale: a factor that undoes transform and pre-scales.
+      chunk: elements that the FP8 units may sum before float32 takes over.
+      dtype: of the result, bfloat16, float16 or float32.
+      processors: of the GPU.
+      interpret: `InterpretGPUParams` to run on a CPU.
+
+    Returns:
+      (rows, columns) of `dtype`.
+    """
+    (m, _), n = a.shape, b.shape[0]
+    tiled, stored = _layout(TILE, 1), _layout(STORED, jnp.dtype(dtype).itemsize)
+
+    @jax.custom_batching.sequential_vmap
+    def call(a: jax.Array, b: jax.Array, refs: jax.Array) -> jax.Array:
+        return plgpu.kernel(
+            functools.partial(_kernel, scale=scale, at_once=chunk // TILE),
+            out_type=jax.ShapeDtypeStruct((m, n), dtype),
+            scratch_types=(
+                plgpu.SMEM((SLOTS, TILE, TILE), a.dtype, transforms=tiled),
+                plgpu.SMEM((SLOTS, TILE, TILE), b.dtype, transforms=tiled),
+                plgpu.SMEM((WORKERS, TILE, STORED), dtype, transforms=stored),
+                # A barrier's phases count for one worker only, so each has a set of its own.
+                plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS * SLOTS),
+                plgpu.Barrier(num_barriers=WORKERS * SLOTS),
+                plgpu.Barrier(num_barriers=WORKERS),
+            ),
+            grid=(processors,),
+            grid_names=("block",),
+            num_threads=WORKERS + 1,
+            thread_name="warpgroup",
+            interpret=interpret,
+        )(a, b, refs)
+
+    return call(a, b, jnp.concatenate([a_refs, b_refs]).astype(jnp.int32) - 127)
+
+
+def _layout(width: int, itemsize: int) -> tuple[Any, ...]:
+    """How rows of `width` elements lie in shared memory."""
+    swizzle = plgpu.find_swizzle(width * itemsize * 8)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def _kernel(
+    a: Any,
+    b: Any,
+    refs: Any,
+    y: Any,
+    a_ring: Any,
+    b_ring: Any,
+    y_part: Any,
+    full: Any,
+    empty: Any,
+    turn: Any,
+    *,
+    scale: float,
+    at_once: int,
+) -> None:
+    """A block: every `processors`-th tile. `step` counts what it loads, over all of its tiles."""
+    (m, k), n = a.shape, b.shape[0]
+    steps = k // TILE
+    down, across = m // TILE, n // TILE
+    block, blocks = lax.axis_index("block"), lax.axis_size("block")
+    tiles = lax.div(down * across - block + blocks - 1, blocks)
+    warpgroup = lax.axis_index("warpgroup")
+
+    def corner(tile: jax.Array) -> tuple[jax.Array, jax.Array]:
+        i, j = plgpu.planar_snake(tile * blocks + block, (down, across), 0, STRIPE)
+        return i * TILE, j * TILE
+
+    def slot(step: jax.Array) -> jax.Array:
+        return lax.rem(step, SLOTS)
+
+    def barrier(step: jax.Array) -> jax.Array:
+        return lax.rem(lax.div(step, steps), WORKERS) * SLOTS + slot(step)
+
+    @pl.when(warpgroup == WORKERS)
+    def _load() -> None:
+        plgpu.set_max_registers(REGISTERS["load"], action="decrease")
+
+        def load_tile(tile: jax.Array, _: None) -> None:
+            row, column = corner(tile)
+
+            def load(i: jax.Array, _: None) -> None:
+                step = tile * steps + i
+
+                @pl.when(step >= SLOTS)
+                def _wait() -> None:
+                    plgpu.barrier_wait(empty.at[barrier(step - SLOTS)])
+
+                for operand, ring, first in ((a, a_ring, row), (b, b_ring, column)):
+                    plgpu.copy_gmem_to_smem(
+                        operand.at[pl.ds(first, TILE), pl.ds(i * TILE, TILE)],
+                        ring.at[slot(step)],
+                        full.at[barrier(step)],
+                    )
+
+            lax.fori_loop(0, steps, load, None)
+
+        lax.fori_loop(0, tiles, load_tile, None)
+
+        def see_out(step: jax.Array, _: None) -> None:
+            plgpu.barrier_wait(empty.at[barrier(step)])
+
+        lax.fori_loop(jnp.maximum(tiles * steps - SLOTS, 0), tiles * steps, see_out, None)
+
+    @pl.when(warpgroup < WORKERS)
+    def _work() -> None:
+        plgpu.set_max_registers(REGISTERS["multiply"], action="increase")
+
+        def work(i: jax.Array, _: None) -> None:
+            tile = WORKERS * i + warpgroup
+            row, column = corner(tile)
+
+            @pl.when(tile > 0)
+            def _wait() -> None:
+                plgpu.barrier_wait(turn.at[warpgroup])
+
+            total = _sum(tile * steps, (tile + 1) * steps, pass_on=tile + 1 < tiles)
+            y_tile = _unfold(total, _load_refs(row, 1), _load_refs(m + column, 0), scale).astype(
+                y.dtype
+            )
+            for at in range(0, TILE, STORED):
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                y_part.at[warpgroup][...] = y_tile[:, at : at + STORED]
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    y_part.at[warpgroup], y.at[pl.ds(row, TILE), pl.ds(column + at, STORED)]
+                )
+
+        def _load_refs(first: jax.Array, reduced: int) -> jax.Array:
+            return plgpu.load(
+                refs.at[pl.ds(first, TILE)],
+                layout=plgpu.Layout.WGMMA.reduce(reduced),
+                optimized=False,
+            )
+
+        def _sum(first: jax.Array, end: jax.Array, *, pass_on: jax.Array) -> jax.Array:
+            """Of the products of steps [first, end); float32 takes over after `at_once` of them."""
+            if steps <= at_once:
+                return _share(first, end, pass_on=pass_on)
+            zeros = jnp.zeros((TILE, TILE), jnp.float32)
+
+            def add(i: jax.Array, total: jax.Array) -> jax.Array:
+                start = first + i * at_once
+                stop = jnp.minimum(start + at_once, end)
+                return total + _share(start, stop, pass_on=pass_on & (stop == end))
+
+            shares = -(-steps // at_once)
+            return lax.fori_loop(0, shares, add, plgpu.layout_cast(zeros, plgpu.Layout.WGMMA))
+
+        def _share(start: jax.Array, stop: jax.Array, *, pass_on: jax.Array) -> jax.Array:
+            def multiply_all(total: Any) -> jax.Array:
+                def multiply(step: jax.Array, _: None) -> None:
+                    plgpu.barrier_wait(full.at[barrier(step)])
+                    right = b_ring.at[slot(step)].transpose((1, 0))
+                    plgpu.wgmma(total, a_ring.at[slot(step)], right)
+                    plgpu.wgmma_wait(1)
+
+                    @pl.when(step > start)
+                    def _release() -> None:
+                        plgpu.barrier_arrive(empty.at[barrier(step - 1)])
+
+                lax.fori_loop(start, stop, multiply, None)
+
+                @pl.when(pass_on)
+                def _pass_on() -> None:
+                    plgpu.barrier_arrive(turn.at[WORKERS - 1 - warpgroup])
+
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(empty.at[barrier(stop - 1)])
+                return total[...]
+
+            return pl.run_scoped(multiply_all, plgpu.ACC((TILE, TILE), jnp.float32))
+
+        lax.fori_loop(0, lax.div(tiles - warpgroup + WORKERS - 1, WORKERS), work, None)
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _unfold(total: jax.Array, row: jax.Array, column: jax.Array, scale: float) -> jax.Array:
+    """A tile's sums times scale 2^(row + column), from exponents of its rows and its columns.
+
+    They are undone up to `EASY` first, and what is left of them, mostly nothing, after: so nothing
+    on the way leaves float32's range that the result does not leave.
+    """
+    row_easy = jnp.minimum(jnp.maximum(row, -EASY), EASY)
+    column_easy = jnp.minimum(jnp.maximum(column, -EASY), EASY)
+    for factor, dim in (
+        (_power_of_two(row_easy) * scale, 0),
+        (_power_of_two(column_easy), 1),
+        (_power_of_two(row - row_easy), 0),
+        (_power_of_two(column - column_easy), 1),
+    ):
+        total = total * lax.broadcast_in_dim(factor, total.shape, [dim])
+    return total
+
+
+def _power_of_two(e: jax.Array) -> jax.Array:
+    """2^e as float32, for int32 e clamped to [-126, 127]."""
+    return lax.bitcast_convert_type(
+        (jnp.minimum(jnp.maximum(e, -126), 127) + 127) << 23, jnp.float32
+    )
