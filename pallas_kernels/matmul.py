@@ -6,6 +6,8 @@ tiles of the operands into a ring of buffers, as far ahead as there are buffers.
 
 Both operands have the contracted axis last, as Hopper's FP8 units want them. These add with some 14
 bits, so a sum is broken off every `chunk` elements and continued in float32: `docs/numerics.md`.
+Tiles are small, and operands read more often than `triton_kernels.matmul` reads them: what pays for
+short sums, where storing weighs most, does not for long ones.
 
 Lowered by Mosaic GPU, whose own terms these are: wgmma, TMA, barriers, a task for each warpgroup.
 """
@@ -25,8 +27,8 @@ SLOTS = 6
 """Buffers in the ring, of a tile of each operand."""
 STRIPE = 8
 """Tiles down the rows that are walked before the next columns, for the cache."""
-STORED = 64
-"""Columns stored at a time."""
+STORED = 128
+"""Bytes of a row stored at a time."""
 WORKERS = 2
 """Warpgroups that multiply."""
 EASY = 80
@@ -73,7 +75,8 @@ def matmul(
       (rows, columns) of `dtype`.
     """
     (m, _), n = a.shape, b.shape[0]
-    tiled, stored = _layout(TILE, 1), _layout(STORED, jnp.dtype(dtype).itemsize)
+    itemsize = jnp.dtype(dtype).itemsize
+    tiled, stored = _layout(TILE, 1), _layout(STORED // itemsize, itemsize)
 
     @jax.custom_batching.sequential_vmap
     def call(a: jax.Array, b: jax.Array, refs: jax.Array) -> jax.Array:
@@ -83,7 +86,7 @@ def matmul(
             scratch_types=(
                 plgpu.SMEM((SLOTS, TILE, TILE), a.dtype, transforms=tiled),
                 plgpu.SMEM((SLOTS, TILE, TILE), b.dtype, transforms=tiled),
-                plgpu.SMEM((WORKERS, TILE, STORED), dtype, transforms=stored),
+                plgpu.SMEM((WORKERS, TILE, STORED // itemsize), dtype, transforms=stored),
                 # A barrier's phases count for one worker only, so each has a set of its own.
                 plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS * SLOTS),
                 plgpu.Barrier(num_barriers=WORKERS * SLOTS),
@@ -184,12 +187,13 @@ def _kernel(
             y_tile = _unfold(total, _load_refs(row, 1), _load_refs(m + column, 0), scale).astype(
                 y.dtype
             )
-            for at in range(0, TILE, STORED):
+            width = STORED // y.dtype.itemsize
+            for at in range(0, TILE, width):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                y_part.at[warpgroup][...] = y_tile[:, at : at + STORED]
+                y_part.at[warpgroup][...] = y_tile[:, at : at + width]
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(
-                    y_part.at[warpgroup], y.at[pl.ds(row, TILE), pl.ds(column + at, STORED)]
+                    y_part.at[warpgroup], y.at[pl.ds(row, TILE), pl.ds(column + at, width)]
                 )
 
         def _load_refs(first: jax.Array, reduced: int) -> jax.Array:

@@ -54,7 +54,8 @@ class Machine:
         there are not.
       measured: on which GPU tiles and rates were measured; empty if they were not.
       rates: what it was measured to do; None if it was not.
-      pallas: whether `pallas_kernels` was measured to be faster at large products.
+      pallas: the longest sums at which the large products of `pallas_kernels` were measured to be
+        faster; 0 if none were.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Machine:
     small: MatmulTile
     measured: str = ""
     rates: Rates | None = None
-    pallas: bool = False
+    pallas: int = 0
 
     @property
     def tma(self) -> bool:
@@ -101,7 +102,7 @@ MACHINES = {
             large=_HOPPER,
             small=_HOPPER_SMALL,
             measured="NVIDIA H200",
-            pallas=True,
+            pallas=4096,
             rates=Rates(
                 bf16=810e12, fp8=1520e12, quantize=3.4e12, fold=3.8e12, read=3.5e12, kernel=2e-6
             ),

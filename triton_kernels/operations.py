@@ -177,23 +177,22 @@ class Backend:
                 )
             return native_matmul(a, b, scale=scale, dtype=dtype, machine=self._machine)
         rotated = lhs.rotated and rhs.rotated
-        sizes: Any = {"machine": self._machine, "processors": self._processors}
+        length, chunk = a.data.shape[1], CHUNK["rotated" if rotated else "plain"]
+        where: Any = {"machine": self._machine, "processors": self._processors}
         if (
             self._large is not None
-            and is_large(m=shape[0], n=shape[1], **sizes)
-            and self._large.takes(*shape, a.data.shape[1])
+            and is_large(m=shape[0], n=shape[1], **where)
+            and length <= min(self._machine.pallas, chunk)
+            and self._large.takes(*shape, length)
         ):
             return self._large.matmul(
-                a.data,
-                a.refs,
-                b.data,
-                b.refs,
+                *(a.data, a.refs, b.data, b.refs),
                 scale=scale,
-                chunk=CHUNK["rotated" if rotated else "plain"],
+                chunk=chunk,
                 dtype=dtype,
                 processors=self._processors,
             )
-        return folded_matmul(a, b, scale=scale, rotated=rotated, dtype=dtype, **sizes)
+        return folded_matmul(a, b, scale=scale, rotated=rotated, dtype=dtype, **where)
 
     def _view(
         self,
