@@ -5,7 +5,6 @@ product is accumulated in float32, the transform is undone by a power of two, th
 of extracted outliers are overwritten by a side product in `dtype`, and the result is rounded once.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -130,31 +129,19 @@ def product(
     )
 
     rows = columns = None
-    side = functools.partial(dot, precision=precision)
-    if plan.outliers is None:
-        pass
-    elif extracted == lhs_name:
-        if not isinstance(lhs, Saved):
-            outliers = _taken(lhs, 1 - lhs_axis, plan.outliers, norms, ops)
-        elif lhs.outliers is not None:
-            outliers = lhs.outliers
-        else:
-            raise ValueError("wgrad: X's outliers are asked for and were not saved")
-        rows = outliers.indices, side(outliers.values, rhs, contract=CONTRACT[name])
-    else:
-        outliers = _taken(rhs, 1 - rhs_axis, plan.outliers, rhs_norms, ops)
-        if isinstance(lhs, Saved):
-            # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes.
-            # What is rotated is `hadamard` times as large, which float16 may not hold.
-            dtype = jnp.float32 if rhs.dtype == jnp.float16 else rhs.dtype
-            x = ops.dequantize(lhs.codes, lhs.scales, axis=1, fmt=lhs_spec.mx)
-            turned = rotate(
-                outliers.values, axis=rhs_axis, spec=rhs_spec, sign_seed=seeds.get(SIGNS)
-            )
-            values = side(x.astype(dtype), turned.astype(dtype), contract=(1, 0)) * _undo(plan)
-        else:
-            values = side(lhs, outliers.values, contract=CONTRACT[name])
-        columns = outliers.indices, values
+    if extracted == lhs_name:
+        rows = _side_rows(name, lhs, rhs, plan=plan, norms=norms, precision=precision, ops=ops)
+    elif extracted == rhs_name:
+        columns = _side_columns(
+            name,
+            lhs,
+            rhs,
+            plan=plan,
+            norms=rhs_norms,
+            sign_seed=seeds.get(SIGNS),
+            precision=precision,
+            ops=ops,
+        )
     return ops.matmul(
         left,
         right,
@@ -163,6 +150,56 @@ def product(
         rows=rows,
         columns=columns,
     )
+
+
+def _side_rows(
+    name: Product,
+    lhs: jax.Array | Saved,
+    rhs: jax.Array,
+    *,
+    plan: ProductPlan,
+    norms: jax.Array | None,
+    precision: lax.PrecisionLike,
+    ops: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Indices of the left operand's outliers, and the rows that they make in `dtype`."""
+    assert plan.outliers is not None
+    if not isinstance(lhs, Saved):
+        outliers = _taken(lhs, 1 - CONTRACT[name][0], plan.outliers, norms, ops)
+    elif lhs.outliers is not None:
+        outliers = lhs.outliers
+    else:
+        raise ValueError("wgrad: X's outliers are asked for and were not saved")
+    rows = dot(outliers.values, rhs, contract=CONTRACT[name], precision=precision)
+    return outliers.indices, rows
+
+
+def _side_columns(
+    name: Product,
+    lhs: jax.Array | Saved,
+    rhs: jax.Array,
+    *,
+    plan: ProductPlan,
+    norms: jax.Array | None,
+    sign_seed: jax.Array | None,
+    precision: lax.PrecisionLike,
+    ops: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Indices of the right operand's outliers, and the columns that they make in `dtype`."""
+    assert plan.outliers is not None
+    axis = CONTRACT[name][1]
+    outliers = _taken(rhs, 1 - axis, plan.outliers, norms, ops)
+    if not isinstance(lhs, Saved):
+        columns = dot(lhs, outliers.values, contract=CONTRACT[name], precision=precision)
+        return outliers.indices, columns
+    # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes. What is
+    # rotated is `hadamard` times as large, which float16 may not hold.
+    dtype = jnp.float32 if rhs.dtype == jnp.float16 else rhs.dtype
+    lhs_spec, rhs_spec = plan.specs
+    x = ops.dequantize(lhs.codes, lhs.scales, axis=1, fmt=lhs_spec.mx)
+    turned = rotate(outliers.values, axis=axis, spec=rhs_spec, sign_seed=sign_seed)
+    columns = dot(x.astype(dtype), turned.astype(dtype), contract=(1, 0), precision=precision)
+    return outliers.indices, columns * _undo(plan)
 
 
 @jax.custom_jvp
