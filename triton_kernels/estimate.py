@@ -41,12 +41,12 @@ def speedup(
     operations = 2 * rows * columns * length
     bf16 = rates.kernel + operations / rates.bf16
     left, right = rows * length, columns * length
-    # BF16 in; FP8 and scales out. What is stored is written as 4 bits and read again.
-    planned = operations / rates.fp8 + 3.03 * right / rates.quantize
+    # BF16 in, FP8 out. What is stored is written as 4 bits and scales, and read again.
+    planned = operations / rates.fp8 + 3 * right / rates.quantize
     planned += (
         2.53 * left / rates.quantize + 1.56 * left / rates.fold
         if stored
-        else (3.03 * left / rates.quantize)
+        else 3 * left / rates.quantize
     )
     kernels = 5 if stored else 4
     if extracted is not None:

@@ -83,7 +83,7 @@ def _noise(row, first, seed_ptr, COUNT: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def _few(x, noise, signs_ptr, ref, Q: tl.constexpr):
+def _block(x, noise, signs_ptr, ref, Q: tl.constexpr):
     """Data, scale exponents, faults and squared norms of one block x [N, 32] in N columns."""
     N: tl.constexpr = x.shape[0]
     norm = tl.zeros((N,), tl.float32)
@@ -111,7 +111,7 @@ def _quantized(
     if Q.stochastic:
         noise = _noise(block * 32, first, seed_ptr, 32, C)
     if words.shape[0] == C:
-        return _few(words.to(tl.float32), noise, signs_ptr, ref, Q)
+        return _block(words.to(tl.float32), noise, signs_ptr, ref, Q)
     else:
         # One column of a pair after the other, which saves registers.
         low, high = halves(words, DTYPE)
@@ -119,8 +119,8 @@ def _quantized(
         if Q.stochastic:
             noise0, noise1 = tl.split(noise.reshape(C // 2, 2, 32).permute(0, 2, 1))
         ref0, ref1 = tl.split(ref.reshape(C // 2, 2))
-        data0, scale0, fault0, norm0 = _few(low, noise0, signs_ptr, ref0, Q)
-        data1, scale1, fault1, norm1 = _few(high, noise1, signs_ptr, ref1, Q)
+        data0, scale0, fault0, norm0 = _block(low, noise0, signs_ptr, ref0, Q)
+        data1, scale1, fault1, norm1 = _block(high, noise1, signs_ptr, ref1, Q)
         data = tl.join(data0, data1).permute(0, 2, 1).reshape(C, data0.shape[1])
         scale = tl.join(scale0, scale1).reshape(C)
         return data, scale, tl.join(fault0, fault1).reshape(C), tl.join(norm0, norm1).reshape(C)
