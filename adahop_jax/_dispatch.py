@@ -18,7 +18,11 @@ from adahop_jax._devices import default_device
 _logger = logging.getLogger("adahop_jax")
 
 BACKENDS = (
-    *("triton+pallas", "triton", "triton:native", "triton:fp8", "triton:bf16"),
+    "triton+pallas",
+    "triton",
+    "triton:native",
+    "triton:fp8",
+    "triton:bf16",
     "reference",
 )
 """Names of backends, in order of preference."""
@@ -44,21 +48,15 @@ def resolve(backend: str | None) -> tuple[str, Any]:
             f"backend {backend!r} is unknown; choose one of {known}, or None for the best here"
         )
     device = default_device()
-    if backend is not None:
-        name, operations, refusal = _load(backend, device)
-        if refusal:
-            raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refusal}")
-        _log_once(name, str(device), "")
-        return name, operations
     refused = ""
-    for candidate in BACKENDS:
+    for candidate in BACKENDS if backend is None else (backend,):
         name, operations, refusal = _load(candidate, device)
         if not refusal:
-            break
+            is_slow = name == "reference" and device.platform == "gpu"
+            _log_once(name, str(device), refused if is_slow else "")
+            return name, operations
         refused = refusal
-    is_slow = name == "reference" and device.platform == "gpu"
-    _log_once(name, str(device), refused if is_slow else "")
-    return name, operations
+    raise NotImplementedError(f"backend {backend!r} cannot run on {device}: {refused}")
 
 
 @functools.cache

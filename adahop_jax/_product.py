@@ -130,18 +130,16 @@ def product(
 
     rows = columns = None
     if extracted == lhs_name:
-        rows = _side_rows(name, lhs, rhs, plan=plan, norms=norms, precision=precision, ops=ops)
+        outliers = _outliers_of(lhs, 1 - lhs_axis, plan, norms, ops)
+        values = dot(outliers.values, rhs, contract=CONTRACT[name], precision=precision)
+        rows = outliers.indices, values
     elif extracted == rhs_name:
-        columns = _side_columns(
-            name,
-            lhs,
-            rhs,
-            plan=plan,
-            norms=rhs_norms,
-            sign_seed=seeds.get(SIGNS),
-            precision=precision,
-            ops=ops,
-        )
+        outliers = _outliers_of(rhs, 1 - rhs_axis, plan, rhs_norms, ops)
+        if isinstance(lhs, Saved):
+            values = _side_of_saved(lhs, outliers, plan, seeds.get(SIGNS), precision, ops)
+        else:
+            values = dot(lhs, outliers.values, contract=CONTRACT[name], precision=precision)
+        columns = outliers.indices, values
     return ops.matmul(
         left,
         right,
@@ -152,54 +150,26 @@ def product(
     )
 
 
-def _side_rows(
-    name: Product,
-    lhs: jax.Array | Saved,
-    rhs: jax.Array,
-    *,
+def _side_of_saved(
+    saved: Saved,
+    outliers: Outliers,
     plan: ProductPlan,
-    norms: jax.Array | None,
-    precision: lax.PrecisionLike,
-    ops: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Indices of the left operand's outliers, and the rows that they make in `dtype`."""
-    assert plan.outliers is not None
-    if not isinstance(lhs, Saved):
-        outliers = _taken(lhs, 1 - CONTRACT[name][0], plan.outliers, norms, ops)
-    elif lhs.outliers is not None:
-        outliers = lhs.outliers
-    else:
-        raise ValueError("wgrad: X's outliers are asked for and were not saved")
-    rows = dot(outliers.values, rhs, contract=CONTRACT[name], precision=precision)
-    return outliers.indices, rows
-
-
-def _side_columns(
-    name: Product,
-    lhs: jax.Array | Saved,
-    rhs: jax.Array,
-    *,
-    plan: ProductPlan,
-    norms: jax.Array | None,
     sign_seed: jax.Array | None,
     precision: lax.PrecisionLike,
     ops: Any,
-) -> tuple[jax.Array, jax.Array]:
-    """Indices of the right operand's outliers, and the columns that they make in `dtype`."""
-    assert plan.outliers is not None
-    axis = CONTRACT[name][1]
-    outliers = _taken(rhs, 1 - axis, plan.outliers, norms, ops)
-    if not isinstance(lhs, Saved):
-        columns = dot(lhs, outliers.values, contract=CONTRACT[name], precision=precision)
-        return outliers.indices, columns
-    # No X in `dtype` is kept: dY's columns are rotated as X was, and meet its codes. What is
-    # rotated is `hadamard` times as large, which float16 may not hold.
-    dtype = jnp.float32 if rhs.dtype == jnp.float16 else rhs.dtype
+) -> jax.Array:
+    """Columns of wgrad from dY's outliers, where no X in `dtype` is kept.
+
+    dY's columns are rotated as X was, and meet its codes.
+    """
     lhs_spec, rhs_spec = plan.specs
-    x = ops.dequantize(lhs.codes, lhs.scales, axis=1, fmt=lhs_spec.mx)
-    turned = rotate(outliers.values, axis=axis, spec=rhs_spec, sign_seed=sign_seed)
-    columns = dot(x.astype(dtype), turned.astype(dtype), contract=(1, 0), precision=precision)
-    return outliers.indices, columns * _undo(plan)
+    columns = outliers.values
+    # What is rotated is `hadamard` times as large, which float16 may not hold.
+    dtype = jnp.float32 if columns.dtype == jnp.float16 else columns.dtype
+    x = ops.dequantize(saved.codes, saved.scales, axis=1, fmt=lhs_spec.mx)
+    turned = rotate(columns, axis=CONTRACT["wgrad"][1], spec=rhs_spec, sign_seed=sign_seed)
+    values = dot(x.astype(dtype), turned.astype(dtype), contract=(1, 0), precision=precision)
+    return values * _undo(plan)
 
 
 @jax.custom_jvp
@@ -218,6 +188,18 @@ def _refuse(primals: Any, tangents: Any) -> Any:
         "a quantized product has no derivative of its own: take first derivatives, in reverse "
         "mode, through adahop_jax.Dense, and higher ones with Plan.full()"
     )
+
+
+def _outliers_of(
+    operand: jax.Array | Saved, axis: int, plan: ProductPlan, norms: jax.Array | None, ops: Any
+) -> Outliers:
+    """Those of an operand, as they were saved or by its norms."""
+    assert plan.outliers is not None
+    if not isinstance(operand, Saved):
+        return _taken(operand, axis, plan.outliers, norms, ops)
+    if operand.outliers is None:
+        raise ValueError("wgrad: X's outliers are asked for and were not saved")
+    return operand.outliers
 
 
 def _taken(

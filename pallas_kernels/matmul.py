@@ -21,6 +21,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from adahop_jax.reference.bits import power_of_two
+
 TILE = 128
 """Rows, columns and depth of what a warpgroup multiplies at a time."""
 SLOTS = 6
@@ -265,6 +267,4 @@ def _unfold(total: jax.Array, row: jax.Array, column: jax.Array, scale: float) -
 
 def _power_of_two(e: jax.Array) -> jax.Array:
     """2^e as float32, for int32 e clamped to [-126, 127]."""
-    return lax.bitcast_convert_type(
-        (jnp.minimum(jnp.maximum(e, -126), 127) + 127) << 23, jnp.float32
-    )
+    return power_of_two(jnp.minimum(jnp.maximum(e, -126), 127))

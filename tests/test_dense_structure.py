@@ -23,6 +23,7 @@ from tests.dense import (
     products,
     run,
 )
+from tests.jaxprs import equations
 
 TOKENS, IN, OUT = 96, 160, 64
 PARAMETERS = [("float32", (IN, OUT)), ("float32", (OUT,))]
@@ -92,18 +93,6 @@ class TestResiduals:
         assert bytes_of(_residuals(PLANS["iht"], jnp.bfloat16)) == full * 17 / 64
 
 
-def _equations(jaxpr):
-    """All equations, those inside called functions too."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
-        ):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from _equations(inner)
-
-
 def _product_of(equation):
     """ "dot_general", "kernel" or None."""
     if equation.primitive.name == "triton_kernel_call":
@@ -123,7 +112,7 @@ def test_products_of_a_gradient(plan, quantized, others):
     jaxpr = jax.make_jaxpr(
         jax.grad(lambda v, x: jnp.sum(layer.apply(v, x)), argnums=(0, 1))
     )(variables, x)  # fmt: skip
-    found = collections.Counter(_product_of(equation) for equation in _equations(jaxpr.jaxpr))
+    found = collections.Counter(_product_of(equation) for equation in equations(jaxpr.jaxpr))
     if backend().endswith(":fp8"):
         assert (found["kernel"], found["dot_general"]) == (quantized, others)
     else:

@@ -99,8 +99,7 @@ def _kernel(
             few = tl.broadcast_to(few, (N, 4))
             many = tl.broadcast_to(many, (N, 4))
             pair = tl.join(_four(words, few, many), _four(words >> 16, few, many)).reshape(N, 8)
-            to = as_words(data_ptr) + (index * 8)[:, None] + tl.arange(0, 8)[None, :]
-            tl.store(to, pair, mask=inside[:, None])
+            put(data_ptr, pair, index, inside, Q)
         else:
             value = values_of(_codes(codes_ptr, index, inside, N, Q), Q) * factor[:, None]
             put(data_ptr, fp8_words(value, N, 8, Q), index, inside, Q)

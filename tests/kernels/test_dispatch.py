@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import re
 import subprocess
 import sys
 import types
@@ -126,7 +127,7 @@ def test_every_path_has_a_backend_of_its_name():
         (Device("8.6"), "triton:fp8", r"architecture 8\.0 has no path 'fp8', only .*bf16"),
         (Device("10.3"), "triton:fp8", r"architecture 10\.0 has no path 'fp8', only .*native"),
         (Device("gfx950:xnack-"), "triton:fp8", "architecture gfx950 has no path 'fp8'"),
-        (Device("8.9"), r"triton\+pallas", r"Pallas was not measured on architecture 8\.9"),
+        (Device("8.9"), "triton+pallas", r"Pallas was not measured on architecture 8\.9"),
         (TURING, "triton", r"architecture is 7\.5, and the kernels serve .*9\.0"),
         (TURING, "triton:bf16", r"architecture is 7\.5, and the kernels serve .*9\.0"),
         (CPU, "triton", "needs a GPU, and JAX's default device is a cpu"),
@@ -137,8 +138,9 @@ def test_every_path_has_a_backend_of_its_name():
 )
 def test_a_backend_asked_for_by_name_runs_or_says_why_not(on, device, backend, reason):
     on(device)
-    with pytest.raises(NotImplementedError, match=rf"'{backend}' cannot run on .*: .*{reason}"):
-        _dispatch.resolve(backend.replace("\\", ""))
+    said = rf"'{re.escape(backend)}' cannot run on .*: .*{reason}"
+    with pytest.raises(NotImplementedError, match=said):
+        _dispatch.resolve(backend)
 
 
 @pytest.mark.parametrize("backend", ["pallas", "triton:fp4", "Triton", ""])
