@@ -243,9 +243,9 @@ def hadamard(x, *, axis: int = -1, size: int = BLOCK) -> np.ndarray:
     """Block-diagonal Sylvester H (entries +-1) along `axis`, zero-padded to whole blocks.
 
     float32, one rounding per addition: a butterfly of strides 1, 2, 4, ..., size / 2, which turns
-    elements i and i + stride into their sum and their difference.
+    elements i and i + stride into their sum and their difference. -0 counts as 0.
     """
-    x = np.moveaxis(to_float32(x), axis, -1)
+    x = np.moveaxis(to_float32(x) + np.float32(0), axis, -1)
     x = np.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % size)])
     stride = 1
     while stride < size:

@@ -130,10 +130,9 @@ def rotate(x, signs_ptr, N: tl.constexpr, Q: tl.constexpr):
         x = x * Q.pre_scale
     if Q.signs:
         x = x * tl.load(signs_ptr + tl.arange(0, 32))[None, :]
-    if Q.hadamard < 2 and Q.ptx:
-        x = _sum(x, from_bits(tl.full((N, 32), SIGN, tl.int32)), True)
-    elif not Q.ptx:
-        x = _flush(x)
+    # Subnormal numbers are dropped, and a zero that is rotated loses its sign.
+    zero: tl.constexpr = 0 if Q.hadamard else SIGN
+    x = _sum(x, from_bits(tl.full((N, 32), zero, tl.int32)), Q.ptx)
     if Q.hadamard >= 2:
         x = _butterfly(x, N, 1, Q.ptx)
     if Q.hadamard >= 4:
@@ -180,33 +179,42 @@ def clip(y, scale, Q: tl.constexpr):
 def round_elements(y, noise, scale, ref, fault, Q: tl.constexpr):
     """Values [N, 32] rounded to elements, times 2^(scale - ref); NaN in blocks with a fault.
 
-    Also y * 2^-ref, whose signs zeros keep. `noise` is uniform in [0, 1). y holds no subnormals.
+    `noise` is uniform in [0, 1). y holds no subnormals.
     """
-    q = y * tl.where(fault, float("nan"), _any_power_of_two(-ref))[:, None]
+    inverse = tl.where(fault, float("nan"), _any_power_of_two(-ref))[:, None]
     unit = power_of_two(scale - ref)[:, None]
-    # The power of two below |q|, and not below the smallest normal element, which is 1.
-    binade = tl.maximum(from_bits(to_bits(q) & EXPONENT), unit)
     if Q.stochastic:
-        inverse = from_bits((254 << 23) - to_bits(binade))
-        steps = tl.abs(q) * inverse * (1 << Q.m)
+        q = y * inverse
+        # The power of two below |q|, and not below the smallest normal element, which is 1.
+        binade = tl.maximum(from_bits(to_bits(q) & EXPONENT), unit)
+        steps = tl.abs(q) * from_bits((254 << 23) - to_bits(binade)) * (1 << Q.m)
         whole = tl.floor(steps)
         whole += (noise < steps - whole).to(tl.float32)
         magnitude = whole * (binade * (1.0 / (1 << Q.m)))
-        r = from_bits(to_bits(magnitude) | (to_bits(q) & SIGN))
+        return from_bits(to_bits(magnitude) | (to_bits(q) & SIGN))
     else:
-        # Beyond 1.5 * 2^23 steps nothing below a step is left: ties to even, as float32 rounds.
-        shift = binade * (1.5 * (1 << (23 - Q.m)))
-        r = (q + shift) - shift
-    return r, q
+        # float32 keeps nothing below a step of y if so much is added that its last place is worth
+        # one; it rounds ties to even. Elements reach up to 4 units, and for a binade of y of 0, 1/2,
+        # 1, 2 and 4 units the sum below lies within 1, 1, 1, 2 and 4 times 2^(23 - m) units and
+        # twice that.
+        slope: tl.constexpr = 0.75 * (1 << (23 - Q.m))
+        floor = unit * (1.125 * (1 << (23 - Q.m)))
+        if Q.ends:
+            q = y * inverse
+            shift = from_bits(to_bits(q) & EXPONENT) * slope + floor
+        else:
+            # One multiplication less, which could overflow.
+            shift = from_bits(to_bits(y) & EXPONENT) * (inverse * slope) + floor
+        return (y * inverse + shift) - shift
 
 
 @triton.jit
-def codes_of(r, q, Q: tl.constexpr):
-    """Elements at scale 1 -> codes, int32: sign, exponent field, mantissa; signs are those of q."""
+def codes_of(r, y, Q: tl.constexpr):
+    """Elements at scale 1 -> codes, int32: sign, exponent field, mantissa; signs are those of y."""
     # Times 2^-126 an element's fields, also if it is subnormal, lie where float32 has its own.
     code = to_bits(tl.abs(r) * 2.0**-126) >> (23 - Q.m)
     code = tl.minimum(code, (1 << (Q.m + Q.e)) - 1)
-    return code | ((to_bits(q) >> 31) & (1 << (Q.m + Q.e)))
+    return code | ((to_bits(y) >> 31) & (1 << (Q.m + Q.e)))
 
 
 @triton.jit
@@ -234,13 +242,15 @@ def fp8_word(a, b, c, d, E5M2: tl.constexpr):
 
 @triton.jit
 def fp8_words(r, N: tl.constexpr, W: tl.constexpr, Q: tl.constexpr):
-    """Values [N, 4 W] -> FP8 in words: int32 [N, W]."""
+    """Values [N, 4 W] -> FP8, saturated, in words: int32 [N, W]."""
     if Q.ptx:
         even, odd = tl.split(r.reshape(N, W, 2, 2))
         r0, r2 = tl.split(even)
         r1, r3 = tl.split(odd)
         return fp8_word(r0, r1, r2, r3, Q.e5m2)
     else:
+        largest: tl.constexpr = 57344.0 if Q.e5m2 else 448.0
+        r = tl.where(tl.abs(r) > largest, tl.where(r > 0, largest, -largest), r)
         narrow = r.to(tl.float8e5) if Q.e5m2 else r.to(tl.float8e4nv)
         byte = narrow.to(tl.uint8, bitcast=True).to(tl.int32).reshape(N, W, 4)
         return tl.sum(byte << (8 * tl.arange(0, 4))[None, None, :], 2)

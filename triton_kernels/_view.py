@@ -137,6 +137,8 @@ class Constants:
       rule: of the scale.
       clip: whether values may be larger than a block holds. Where not, only those of blocks at the
         largest scale can: the kernels look for them.
+      ends: whether scales may lie near the ends of float32's range. The largest leaves elements that
+        are too large.
       stochastic: whether elements are rounded so.
       m, e: an element's mantissa and exponent bits.
       max_exponent, max_value: of an element.
@@ -153,6 +155,7 @@ class Constants:
     hadamard: int
     rule: str
     clip: bool
+    ends: bool
     stochastic: bool
     m: int
     e: int
@@ -177,6 +180,7 @@ def constants(spec: OperandSpec, *, kind: Kind, machine: Machine, norms: bool) -
         hadamard=spec.hadamard,
         rule=spec.scale_rule,
         clip=spec.scale_rule == "floor" or kind == "elements",
+        ends=True,
         stochastic=spec.rounding == "stochastic",
         m=spec.mx.mantissa_bits,
         e=spec.mx.exponent_bits,

@@ -18,22 +18,23 @@ def _choose(a, b, mask):
 
 
 @triton.jit
-def _packed(r, q, N: tl.constexpr, Q: tl.constexpr):
-    """Elements at scale 2^Q.least [N, 32] -> packed codes, with q's signs, by way of FP8's bytes.
+def _packed(r, y, N: tl.constexpr, Q: tl.constexpr):
+    """Elements at scale 2^Q.least [N, 32] -> packed codes, with y's signs, by way of FP8's bytes.
 
     At that scale E2M1's fields lie in E5M2's bytes as sign, 000, exponent, mantissa, 0, and E2M3's
     in E4M3's as sign, 00, exponent, mantissa.
     """
-    # The largest scale may leave more than the largest element.
-    r = tl.minimum(tl.abs(r), Q.max_value * 2.0**Q.least)
+    if Q.ends:
+        # The largest scale may leave more than the largest element.
+        r = tl.minimum(tl.abs(r), Q.max_value * 2.0**Q.least)
     if Q.m == 1:
         r0, r1 = tl.split(r.reshape(N, 16, 2))
-        q0, q1 = tl.split(q.reshape(N, 16, 2))
-        even = _choose(fp8_words(r0, N, 4, Q) >> 1, fp8_words(q0, N, 4, Q) >> 4, 0x07070707)
-        odd = _choose(fp8_words(r1, N, 4, Q) << 3, fp8_words(q1, N, 4, Q), 0x70707070)
+        y0, y1 = tl.split(y.reshape(N, 16, 2))
+        even = _choose(fp8_words(r0, N, 4, Q) >> 1, fp8_words(y0, N, 4, Q) >> 4, 0x07070707)
+        odd = _choose(fp8_words(r1, N, 4, Q) << 3, fp8_words(y1, N, 4, Q), 0x70707070)
         return _choose(even, odd, 0x0F0F0F0F)
     else:
-        codes = _choose(fp8_words(r, N, 8, Q), fp8_words(q, N, 8, Q) >> 2, 0x1F1F1F1F)
+        codes = _choose(fp8_words(r, N, 8, Q), fp8_words(y, N, 8, Q) >> 2, 0x1F1F1F1F)
         low = (codes & 0x3F) | ((codes >> 2) & 0xFC0)
         return low | ((codes >> 4) & 0x3F000) | ((codes >> 6) & 0xFC0000)
 
@@ -46,14 +47,13 @@ def encode(y, noise, scale, fault, ref, N: tl.constexpr, Q: tl.constexpr):
     if Q.kind != "codes":
         if Q.kind == "elements":
             ref = scale
-        r, _ = round_elements(y, noise, scale, ref, fault, Q)
-        return fp8_words(r, N, 8, Q)
+        return fp8_words(round_elements(y, noise, scale, ref, fault, Q), N, 8, Q)
     elif Q.fp8:
-        r, q = round_elements(y, noise, scale, scale - Q.least, fault, Q)
-        return tl.where(fault[:, None], 0, _packed(r, q, N, Q))
+        r = round_elements(y, noise, scale, scale - Q.least, fault, Q)
+        return tl.where(fault[:, None], 0, _packed(r, y, N, Q))
     else:
-        r, q = round_elements(y, noise, scale, scale, fault, Q)
-        code = tl.where(fault[:, None], 0, codes_of(r, q, Q))
+        r = round_elements(y, noise, scale, scale, fault, Q)
+        code = tl.where(fault[:, None], 0, codes_of(r, y, Q))
         COUNT: tl.constexpr = 8 if Q.m == 1 else 4
         shifts = (1 + Q.m + Q.e) * tl.arange(0, COUNT)
         return tl.sum(code.reshape(N, 32 // COUNT, COUNT) << shifts[None, None, :], 2)

@@ -15,6 +15,7 @@ def hadamard(x: jax.Array, *, axis: int, size: int) -> jax.Array:
 
     Args:
       x: (rows, columns) float array; subnormal values count as zeros, and so do subnormal sums.
+        -0 counts as 0: zeros that are summed by matrix units lose their sign.
       axis: 0 or 1; zero-padded up to a multiple of `size`.
       size: a power of two.
 
@@ -22,6 +23,7 @@ def hadamard(x: jax.Array, *, axis: int, size: int) -> jax.Array:
       float32 of the padded shape, summed as a butterfly with strides 1, 2, 4, ...
     """
     x = pad(normal_or_zero(x), axis=axis, multiple=size)
+    x = jnp.where(x == 0, 0.0, x)
     shape = x.shape
     outer, inner = (1, shape[1]) if axis == 0 else (shape[0], 1)
     stride = 1
