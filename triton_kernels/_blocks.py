@@ -194,9 +194,8 @@ def round_elements(y, noise, scale, ref, fault, Q: tl.constexpr):
         return from_bits(to_bits(magnitude) | (to_bits(q) & SIGN))
     else:
         # float32 keeps nothing below a step of y if so much is added that its last place is worth
-        # one; it rounds ties to even. Elements reach up to 4 units, and for a binade of y of 0, 1/2,
-        # 1, 2 and 4 units the sum below lies within 1, 1, 1, 2 and 4 times 2^(23 - m) units and
-        # twice that.
+        # one, and rounds ties to even. A binade of y is at most 4 units; for one of 0, 1/2, 1, 2
+        # and 4 units the sum lies between 1, 1, 1, 2 and 4 times 2^(23 - m) units and twice that.
         slope: tl.constexpr = 0.75 * (1 << (23 - Q.m))
         floor = unit * (1.125 * (1 << (23 - Q.m)))
         if Q.ends:

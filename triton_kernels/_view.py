@@ -70,7 +70,7 @@ class View(NamedTuple):
             data,
             None if kind == "folded" else scales,
             refs if kind == "folded" else None,
-            jnp.sum(squares, axis=1) if norms else None,
+            jnp.sum(squares, axis=0) if norms else None,
         )
 
 
@@ -110,7 +110,7 @@ def prepared(
 def view_shapes(
     rows: int, length: int, *, fmt: MXFormat, kind: Kind, norms: int
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """Shapes of data, scales, refs and norms, the latter in `norms` parts a row."""
+    """Shapes of data, scales, refs and norms, the latter in `norms` parts that add up."""
     match kind:
         case "folded":
             data = jax.ShapeDtypeStruct((rows, length), FOLDS[fmt.name].dtype)
@@ -122,7 +122,7 @@ def view_shapes(
         data,
         jax.ShapeDtypeStruct((rows, fmt.blocks(length)), jnp.uint8),
         jax.ShapeDtypeStruct((rows if kind == "folded" else 1,), jnp.uint8),
-        jax.ShapeDtypeStruct((rows, norms), jnp.float32),
+        jax.ShapeDtypeStruct((norms, rows), jnp.float32),
     )
 
 
@@ -137,8 +137,8 @@ class Constants:
       rule: of the scale.
       clip: whether values may be larger than a block holds. Where not, only those of blocks at the
         largest scale can: the kernels look for them.
-      ends: whether scales may lie near the ends of float32's range. The largest leaves elements that
-        are too large.
+      ends: whether scales may lie near the ends of float32's range. The largest leaves too large
+        elements.
       stochastic: whether elements are rounded so.
       m, e: an element's mantissa and exponent bits.
       max_exponent, max_value: of an element.

@@ -1,0 +1,208 @@
+"""Rows of a view quantized anew, where a kernel that was in a hurry has flagged them.
+
+Kernels that see a part of a row at a time guess its reference exponent beforehand: `guess`, from
+eight of its values. The format's window of binades is wide enough that the guess nearly always
+serves; where it does not, or where tensor cores cannot be trusted with what they met, they set a
+flag. Here flagged rows are written again, by the butterfly and with the reference exponents that
+`quantize_rows` would have used.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+from jax import lax
+
+from adahop_jax._formats import OperandSpec
+from adahop_jax.reference.bits import exponent, to_bits
+from triton_kernels import _launch
+from triton_kernels._blocks import block_scales, rotate, uniform
+from triton_kernels._view import FOLDS, Constants
+from triton_kernels._write import encode, put, put_scales
+
+SAMPLES = 8
+ROWS_PER_PROGRAM = 64
+SEGMENTS = 4
+
+
+def guess(x: jax.Array, *, axis: int, spec: OperandSpec, within: tuple[int, int]) -> jax.Array:
+    """Reference exponents for folding x along `axis`, from a few values all over each row.
+
+    Args:
+      x: (rows, columns).
+      axis: 0 or 1, the one that is contracted.
+      spec: how x is quantized.
+      within: the least and the largest exponent of a block's scale that the window may span.
+
+    Returns:
+      Exponents + 127, uint8 (others,).
+    """
+    # Padding and masked tokens lie at an end.
+    step = max(1, x.shape[axis] // SAMPLES)
+    sample = lax.slice_in_dim(x, 0, min(step * SAMPLES, x.shape[axis]), step, axis)
+    largest = jnp.max(jnp.abs(sample).astype(jnp.float32), axis=axis)
+    # A rotated block's largest value is some four times its values' usual size.
+    expected = exponent(to_bits(largest)) - spec.mx.max_exponent + (2 if spec.hadamard else 0)
+    fold = FOLDS[spec.format]
+    least, most = within[0] - fold.low, within[1] - fold.top
+    return (jnp.clip(expected, least, most) + 127).astype(jnp.uint8)
+
+
+@triton.jit
+def _loaded(
+    ptr,
+    step,
+    inside,
+    STRIDE: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BY: tl.constexpr,
+    COUNT: tl.constexpr,
+):
+    """COUNT values from `step` on, BY steps of STRIDE apart, as new last dims of 2; or zeros."""
+    if COUNT == 1:
+        return tl.load(ptr, mask=inside & (step < LENGTH), other=0).to(tl.float32)
+    else:
+        even = _loaded(ptr, step, inside, STRIDE, LENGTH, 2 * BY, COUNT // 2)
+        odd = _loaded(ptr + BY * STRIDE, step + BY, inside, STRIDE, LENGTH, 2 * BY, COUNT // 2)
+        return tl.join(even, odd)
+
+
+@triton.jit
+def _block(
+    x_ptr,
+    row,
+    inside,
+    block,
+    LENGTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+):
+    """A block of every row: float32 [N, 32]."""
+    ptr = x_ptr + row.to(tl.int64) * ROW_STRIDE + tl.cast(block, tl.int64) * (32 * STRIDE)
+    return _loaded(ptr, block * 32, inside, STRIDE, LENGTH, 1, 32).reshape(row.shape[0], 32)
+
+
+@triton.jit
+def _noise(first, block, seed_ptr, N: tl.constexpr, DOWN: tl.constexpr):
+    """Noise for a block of N rows from `first` on, which are columns of x if DOWN: [N, 32]."""
+    if DOWN:
+        nth, group = block * 32 + tl.arange(0, 32), first // 4 + tl.arange(0, N // 4)
+        return tl.trans(uniform(nth, group, seed_ptr, 32, N // 4))
+    else:
+        return uniform(first + tl.arange(0, N), block * 8 + tl.arange(0, 8), seed_ptr, N, 8)
+
+
+@triton.jit
+def _kernel(
+    x_ptr,
+    signs_ptr,
+    seed_ptr,
+    flag_ptr,
+    data_ptr,
+    scale_ptr,
+    norm_ptr,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    N: tl.constexpr,
+    FIRST_FLAG: tl.constexpr,
+    FLAGGED: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """A program: N rows, and every SEGMENTS-th of their blocks; all of the view is only written.
+
+    A flag stands for FLAGGED rows. `scale_ptr` has the rows' reference exponents if folded.
+    """
+    BLOCKS: tl.constexpr = (LENGTH + 31) // 32
+    STRIPS: tl.constexpr = (ROWS + N - 1) // N
+    first = tl.program_id(0) % STRIPS * N
+    segment = tl.program_id(0) // STRIPS
+    if tl.load(flag_ptr + FIRST_FLAG + first // FLAGGED) > 0:
+        row = first + tl.arange(0, N)
+        inside = row < ROWS
+        top = tl.full((N,), -127, tl.int32)
+        norm = tl.zeros((N,), tl.float32)
+        if Q.kind == "folded" or Q.norms:
+            for block in range(BLOCKS):
+                x = _block(x_ptr, row, inside, block, LENGTH, ROW_STRIDE, STRIDE)
+                norm += tl.sum(x * x, 1)
+                scale, fault = block_scales(rotate(x, signs_ptr, N, Q), Q)
+                top = tl.maximum(top, tl.where(fault, -127, scale))
+        ref = tl.maximum(top - Q.top, -127)
+        if segment == 0:
+            if Q.kind == "folded":
+                tl.store(scale_ptr + row, (ref + 127).to(tl.uint8), mask=inside)
+            if Q.norms:
+                tl.store(norm_ptr + row, norm, mask=inside)
+        for block in range(segment, BLOCKS, SEGMENTS):
+            x = _block(x_ptr, row, inside, block, LENGTH, ROW_STRIDE, STRIDE)
+            noise = 0.0
+            if Q.stochastic:
+                noise = _noise(first, block, seed_ptr, N, ROW_STRIDE == 1)
+            y = rotate(x, signs_ptr, N, Q)
+            scale, fault = block_scales(y, Q)
+            index = row.to(tl.int64) * BLOCKS + block
+            put(data_ptr, encode(y, noise, scale, fault, ref, N, Q), index, inside, Q)
+            if Q.kind != "folded":
+                put_scales(scale_ptr, scale, fault, index, inside)
+
+
+def settle(
+    inputs: tuple[jax.Array, ...],
+    flags: jax.Array,
+    data: jax.Array,
+    scales: jax.Array,
+    norms: jax.Array,
+    *,
+    axis: int,
+    facts: Constants,
+    flagged: int,
+    first_flag: int = 0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Writes flagged rows of a view again.
+
+    Reads the flags; of flagged rows it reads x once for every segment and once more, and writes
+    them whole. The view's memory is taken over.
+
+    Args:
+      inputs: x (rows, columns), signs and seed as the quantizing kernels take them.
+      flags: int32, of which one stands for `flagged` rows of the view.
+      data: of the view.
+      scales: of its blocks; of its rows, the reference exponents + 127, if it is folded.
+      norms: float32 (rows,) of the view; anything if `facts` asks for none.
+      axis: of x that is contracted.
+      facts: of the view.
+      flagged: how many rows, a multiple of `ROWS_PER_PROGRAM`.
+      first_flag: where the view's flags start.
+
+    Returns:
+      data, scales and norms.
+    """
+    x = inputs[0]
+    rows, length = x.shape[1 - axis], x.shape[axis]
+    view = data, scales, norms
+    data, scales, norms = _launch.launch(
+        _kernel,
+        *inputs,
+        flags,
+        *view,
+        out=tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in view),
+        aliases={4: 0, 5: 1, 6: 2},
+        grid=triton.cdiv(rows, ROWS_PER_PROGRAM) * SEGMENTS,
+        num_warps=2,
+        ROWS=rows,
+        LENGTH=length,
+        ROW_STRIDE=1 if axis == 0 else x.shape[1],
+        STRIDE=x.shape[1] if axis == 0 else 1,
+        N=ROWS_PER_PROGRAM,
+        FIRST_FLAG=first_flag,
+        FLAGGED=flagged,
+        SEGMENTS=SEGMENTS,
+        # A block at the largest scale may hold more than its largest element.
+        Q=dataclasses.replace(facts, clip=True, ends=True),
+    )
+    return data, scales, norms
