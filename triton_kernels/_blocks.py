@@ -152,9 +152,14 @@ def _larger(a, b):
 
 
 @triton.jit
-def block_scales(y, Q: tl.constexpr):
-    """Blocks [N, 32] -> exponents of their scales [N], and whether they hold a NaN or infinity."""
-    bits = to_bits(tl.reduce(tl.abs(y), 1, _larger))
+def largest_bits(y):
+    """Blocks [N, 32] -> bits of their largest magnitudes [N]; NaN is larger than all."""
+    return to_bits(tl.reduce(tl.abs(y), 1, _larger))
+
+
+@triton.jit
+def block_scales(bits, Q: tl.constexpr):
+    """Largest magnitudes' bits -> exponents of blocks' scales, and if they hold NaN or infinity."""
     if Q.rule == "even":
         e = (bits + (1 << (22 - Q.m))) >> 23
     elif Q.rule == "floor":

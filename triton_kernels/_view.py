@@ -15,6 +15,24 @@ Kind = Literal["folded", "elements", "codes"]
 BLOCK = 32
 
 
+class Request(NamedTuple):
+    """How a view is asked for.
+
+    Attributes:
+      kind: what is written, see `View`.
+      spec: how the tensor is quantized.
+      seed: uint32[2], for stochastic rounding.
+      sign_seed: uint32[2], for random signs.
+      norms: whether its rows' squared norms are asked for too.
+    """
+
+    kind: Kind
+    spec: OperandSpec
+    seed: jax.Array | None = None
+    sign_seed: jax.Array | None = None
+    norms: bool = False
+
+
 class Fold(NamedTuple):
     """How block scales are folded into FP8 elements.
 
@@ -57,30 +75,24 @@ class View(NamedTuple):
     @classmethod
     def of(
         cls,
+        request: Request,
         data: jax.Array,
         scales: jax.Array,
         refs: jax.Array,
         squares: jax.Array,
-        *,
-        kind: Kind,
-        norms: bool,
     ) -> Self:
         """From a kernel's results, of which those not asked for hold nothing."""
+        folded = request.kind == "folded"
         return cls(
             data,
-            None if kind == "folded" else scales,
-            refs if kind == "folded" else None,
-            jnp.sum(squares, axis=0) if norms else None,
+            None if folded else scales,
+            refs if folded else None,
+            jnp.sum(squares, axis=0) if request.norms else None,
         )
 
 
 def prepared(
-    x: jax.Array,
-    *,
-    axis: int,
-    spec: OperandSpec,
-    seed: jax.Array | None,
-    sign_seed: jax.Array | None,
+    x: jax.Array, request: Request, *, axis: int
 ) -> tuple[jax.Array, OperandSpec, tuple[jax.Array, ...]]:
     """A tensor as the kernels take it: whole blocks along `axis`.
 
@@ -93,22 +105,32 @@ def prepared(
     Raises:
       ValueError: a seed is missing.
     """
+    _, spec, seed, sign_seed, _ = request
     if spec.rounding == "stochastic" and seed is None:
         raise ValueError("stochastic rounding needs a seed; pass a uint32[2]")
-    if spec.signs == "random" and sign_seed is None:
-        raise ValueError("random signs need a sign_seed; pass a uint32[2]")
     if spec.hadamard > BLOCK:
         x = rotate(x, axis=axis, spec=spec, sign_seed=sign_seed)
         spec = dataclasses.replace(spec, hadamard=0, signs="none", pre_scale=1.0)
     x = pad(x, axis=axis, multiple=BLOCK)
     signs = x
     if spec.signs == "random":
-        signs = jnp.tile(random_signs(spec.hadamard, sign_seed), BLOCK // spec.hadamard)
+        signs = block_signs(spec, sign_seed, count=BLOCK)
     return x, spec, (x, signs, x if seed is None else seed)
 
 
+def block_signs(spec: OperandSpec, sign_seed: jax.Array | None, *, count: int) -> jax.Array:
+    """The random signs of `count` values, float32: those of a transform again and again.
+
+    Raises:
+      ValueError: there is no seed.
+    """
+    if sign_seed is None:
+        raise ValueError("random signs need a sign_seed; pass a uint32[2]")
+    return jnp.tile(random_signs(spec.hadamard, sign_seed), count // spec.hadamard)
+
+
 def view_shapes(
-    rows: int, length: int, *, fmt: MXFormat, kind: Kind, norms: int
+    rows: int, length: int, *, fmt: MXFormat, kind: Kind, norms: int = 1
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     """Shapes of data, scales, refs and norms, the latter in `norms` parts that add up."""
     match kind:
@@ -169,7 +191,7 @@ class Constants:
     ptx: bool
 
 
-def constants(spec: OperandSpec, *, kind: Kind, machine: Machine, norms: bool) -> Constants:
+def constants(spec: OperandSpec, *, kind: Kind, machine: Machine, norms: bool = False) -> Constants:
     """The constants that follow from how a tensor is quantized, and where."""
     fold = FOLDS[spec.format]
     return Constants(

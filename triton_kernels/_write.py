@@ -60,6 +60,13 @@ def encode(y, noise, scale, fault, ref, N: tl.constexpr, Q: tl.constexpr):
 
 
 @triton.jit
+def at(ptr, block, Q: tl.constexpr):
+    """Where a block's data start."""
+    BYTES: tl.constexpr = 32 if Q.kind != "codes" else 4 * (1 + Q.m + Q.e)
+    return ptr + block * BYTES
+
+
+@triton.jit
 def put(ptr, data, index, inside, Q: tl.constexpr):
     """Stores data [N, W] of blocks `index` [N]."""
     if Q.kind != "codes":

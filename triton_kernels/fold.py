@@ -122,7 +122,7 @@ def fold(codes: jax.Array, scales: jax.Array, *, fmt: MXFormat, machine: Machine
     rows, blocks = scales.shape
     block_b = min(triton.next_power_of_2(blocks), MOST_BLOCKS)
     block_r = max(1, BLOCKS_PER_PROGRAM // block_b)
-    data, _, refs, _ = view_shapes(rows, blocks * 32, fmt=fmt, kind="folded", norms=1)
+    data, _, refs, _ = view_shapes(rows, blocks * 32, fmt=fmt, kind="folded")
     folded, refs = _launch.launch(
         _kernel,
         codes,
@@ -134,6 +134,6 @@ def fold(codes: jax.Array, scales: jax.Array, *, fmt: MXFormat, machine: Machine
         BLOCKS=blocks,
         BLOCK_R=block_r,
         BLOCK_B=block_b,
-        Q=constants(OperandSpec(format=fmt.name), kind="folded", machine=machine, norms=False),
+        Q=constants(OperandSpec(format=fmt.name), kind="folded", machine=machine),
     )
     return View(folded, None, refs, None)

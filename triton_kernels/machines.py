@@ -54,6 +54,7 @@ class Machine:
         there are not.
       measured: on which GPU tiles and rates were measured; empty if they were not.
       rates: what it was measured to do; None if it was not.
+      rotates: whether its tensor cores were measured to rotate faster than a butterfly.
       pallas: the longest sums at which the large products of `pallas_kernels` were measured to be
         faster; 0 if none were.
     """
@@ -67,6 +68,7 @@ class Machine:
     small: MatmulTile
     measured: str = ""
     rates: Rates | None = None
+    rotates: bool = False
     pallas: int = 0
 
     @property
@@ -102,6 +104,7 @@ MACHINES = {
             large=_HOPPER,
             small=_HOPPER_SMALL,
             measured="NVIDIA H200",
+            rotates=True,
             pallas=4096,
             rates=Rates(
                 bf16=810e12, fp8=1520e12, quantize=3.4e12, fold=3.8e12, read=3.5e12, kernel=2e-6

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax.reference import operations as reference
 from adahop_jax.reference.bits import rounded
-from triton_kernels._view import BLOCK, Kind, View
+from adahop_jax.reference.operations import Wanted
+from triton_kernels._view import BLOCK, Kind, Request, View
 from triton_kernels.estimate import speedup
 from triton_kernels.fold import fold
 from triton_kernels.machines import Machine, Path
@@ -24,6 +25,7 @@ from triton_kernels.native import native_matmul
 from triton_kernels.overwrite import overwrite_columns
 from triton_kernels.quantize_columns import quantize_columns
 from triton_kernels.quantize_rows import quantize_rows
+from triton_kernels.quantize_tiles import quantize_tiles, takes
 from triton_kernels.select import largest
 
 
@@ -69,7 +71,7 @@ class Backend:
         sign_seed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """For storage, blocks along `axis`."""
-        view = self._view(x, axis, "codes", spec=spec, seed=seed, sign_seed=sign_seed)
+        view = self._view(x, Wanted(True, axis, spec, seed, sign_seed))
         if axis == 0:
             return view.data.T, view.scales.T
         return view.data, view.scales
@@ -91,7 +93,7 @@ class Backend:
         norms: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """For storage, `axis` last."""
-        view = self._view(x, axis, "codes", spec=spec, seed=seed, sign_seed=sign_seed, norms=norms)
+        view = self._view(x, Wanted(True, axis, spec, seed, sign_seed, norms))
         return view.data, view.scales, view.norms
 
     def operand(
@@ -105,9 +107,23 @@ class Backend:
         norms: bool = False,
     ) -> tuple[Operand, jax.Array | None]:
         """For a product."""
-        kind = self._kind(spec.mx)
-        view = self._view(x, axis, kind, spec=spec, seed=seed, sign_seed=sign_seed, norms=norms)
+        view = self._view(x, Wanted(False, axis, spec, seed, sign_seed, norms))
         return self._operand(view, spec), view.norms
+
+    def views(self, x: jax.Array, *wanted: Wanted) -> list[tuple[Any, ...]]:
+        """Several at once: those of both axes in one read, where a kernel can."""
+        by_axis = {w.axis: w for w in wanted}
+        if len(by_axis) == len(wanted) == 2 and all(self._on_tiles(x, w) for w in wanted):
+            last, first = self._tiles(x, by_axis[1], by_axis[0])
+            found = [last if w.axis == 1 else first for w in wanted]
+        else:
+            found = [self._view(x, w) for w in wanted]
+        return [
+            (view.data, view.scales, view.norms)
+            if w.stored
+            else (self._operand(view, w.spec), view.norms)
+            for w, view in zip(wanted, found, strict=True)
+        ]
 
     def load(self, codes: jax.Array, scales: jax.Array, *, spec: OperandSpec) -> Operand:
         """From storage for a product."""
@@ -194,37 +210,42 @@ class Backend:
             )
         return folded_matmul(a, b, scale=scale, rotated=rotated, dtype=dtype, **where)
 
-    def _view(
-        self,
-        x: jax.Array,
-        axis: int,
-        kind: Kind,
-        *,
-        spec: OperandSpec,
-        seed: jax.Array | None,
-        sign_seed: jax.Array | None,
-        norms: bool = False,
-    ) -> View:
-        """A tensor quantized along `axis`, which comes last."""
+    def _view(self, x: jax.Array, wanted: Wanted) -> View:
+        """A tensor quantized along an axis, which comes last."""
+        axis, spec, norms = wanted.axis, wanted.spec, wanted.norms
+        request = self._request(wanted)
         if not x.size:
-            return _empty(x, axis, kind, spec, norms)
+            return _empty(x, axis, request)
+        if self._on_tiles(x, wanted):
+            last, first = self._tiles(x, *((wanted, None) if axis == 1 else (None, wanted)))
+            return last if axis == 1 else first
         # Transforms larger than a block are done beforehand, so that the kernel sees another x.
         beforehand = norms and spec.hadamard > BLOCK
-        how: Any = {
-            "spec": spec,
-            "kind": kind,
-            "machine": self._machine,
-            "seed": seed,
-            "sign_seed": sign_seed,
-            "norms": norms and not beforehand,
-        }
+        request = request._replace(norms=norms and not beforehand)
         if axis == 0:
-            view = quantize_columns(x, **how)
+            view = quantize_columns(x, request, machine=self._machine)
         else:
-            view = quantize_rows(x, processors=self._processors, **how)
+            view = quantize_rows(x, request, machine=self._machine, processors=self._processors)
         if beforehand:
             view = view._replace(norms=reference.squared_norms(x, axis=axis))
         return view
+
+    def _on_tiles(self, x: jax.Array, wanted: Wanted) -> bool:
+        return bool(x.size) and takes(x, wanted.spec, self._machine)
+
+    def _tiles(self, x: jax.Array, last: Wanted | None, first: Wanted | None) -> Any:
+        """The views along the last axis and along the first, None where it is not wanted."""
+        return quantize_tiles(
+            x,
+            None if last is None else self._request(last),
+            None if first is None else self._request(first),
+            machine=self._machine,
+            processors=self._processors,
+        )
+
+    def _request(self, wanted: Wanted) -> Request:
+        stored, _, spec, seed, sign_seed, norms = wanted
+        return Request("codes" if stored else self._kind(spec.mx), spec, seed, sign_seed, norms)
 
     def _kind(self, fmt: MXFormat) -> Kind:
         if self._path == "fp8":
@@ -238,16 +259,16 @@ class Backend:
         return Operand(values, spec.mx, bool(spec.hadamard))
 
 
-def _empty(x: jax.Array, axis: int, kind: Kind, spec: OperandSpec, norms: bool) -> View:
+def _empty(x: jax.Array, axis: int, request: Request) -> View:
     """The view of a tensor without elements, for which no kernel runs."""
+    spec, stored = request.spec, request.kind == "codes"
     rows, length = x.shape[1 - axis], spec.padded_length(x.shape[axis])
-    width = spec.mx.packed_length(length) if kind == "codes" else length
-    dtype = jnp.uint8 if kind == "codes" else jnp.float8_e4m3fn
+    width = spec.mx.packed_length(length) if stored else length
     return View(
-        jnp.zeros((rows, width), dtype),
+        jnp.zeros((rows, width), jnp.uint8 if stored else jnp.float8_e4m3fn),
         jnp.zeros((rows, spec.mx.blocks(length)), jnp.uint8),
         None,
-        jnp.zeros((rows,), jnp.float32) if norms else None,
+        jnp.zeros((rows,), jnp.float32) if request.norms else None,
     )
 
 

@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from adahop_jax._formats import OperandSpec
 from triton_kernels import _launch
 from triton_kernels._blocks import (
     as_words,
     block_scales,
     halves,
+    largest_bits,
     rotate,
     stack_loads,
     uniform,
 )
-from triton_kernels._view import Kind, View, constants, prepared, view_shapes
+from triton_kernels._view import Request, View, constants, prepared, view_shapes
 from triton_kernels._write import encode, put, put_scales
 from triton_kernels.machines import Machine
 from triton_kernels.settle import guess, settle
@@ -64,7 +64,7 @@ def _block(x, noise, signs_ptr, ref, Q: tl.constexpr):
     if Q.norms:
         norm = tl.sum(x * x, 1)
     y = rotate(x, signs_ptr, N, Q)
-    scale, fault = block_scales(y, Q)
+    scale, fault = block_scales(largest_bits(y), Q)
     return encode(y, noise, scale, fault, ref, N, Q), scale, fault, norm
 
 
@@ -161,16 +161,7 @@ def _kernel(
         put_scales(scale_ptr, scale, fault, index, inside)
 
 
-def quantize_columns(
-    x: jax.Array,
-    *,
-    spec: OperandSpec,
-    kind: Kind,
-    machine: Machine,
-    seed: jax.Array | None = None,
-    sign_seed: jax.Array | None = None,
-    norms: bool = False,
-) -> View:
+def quantize_columns(x: jax.Array, request: Request, *, machine: Machine) -> View:
     """Rotates and quantizes along the first axis, in one pass over memory, and transposes.
 
     Reads 2 bytes an element of BF16; writes 1 as FP8, or 1/2 as packed MXFP4 and 1/32 of scales. Of
@@ -178,17 +169,14 @@ def quantize_columns(
 
     Args:
       x: (rows, columns) float32, bfloat16 or float16.
-      spec: how it is quantized.
-      kind: what is written, see `View`.
+      request: for the view.
       machine: that runs it.
-      seed: uint32[2], for stochastic rounding.
-      sign_seed: uint32[2], for random signs.
-      norms: whether to return the columns' squared norms too.
 
     Returns:
       A `View` whose rows are x's columns.
     """
-    x, spec, inputs = prepared(x, axis=0, spec=spec, seed=seed, sign_seed=sign_seed)
+    kind, norms = request.kind, request.norms
+    x, spec, inputs = prepared(x, request, axis=0)
     rows, columns = x.shape
     strips = triton.cdiv(columns, COLUMNS_PER_PROGRAM)
     parts = triton.cdiv(rows // 32, 2)
@@ -221,4 +209,4 @@ def quantize_columns(
         data, refs, squares = settle(
             inputs, flags, *view, axis=0, facts=facts, flagged=COLUMNS_PER_PROGRAM
         )
-    return View.of(data, scales, refs, squares, kind=kind, norms=norms)
+    return View.of(request, data, scales, refs, squares)

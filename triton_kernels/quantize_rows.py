@@ -4,7 +4,6 @@ import jax
 import triton
 import triton.language as tl
 
-from adahop_jax._formats import OperandSpec
 from triton_kernels import _launch
 from triton_kernels._blocks import (
     as_words,
@@ -12,11 +11,12 @@ from triton_kernels._blocks import (
     clip,
     from_bits,
     halves,
+    largest_bits,
     rotate,
     stack_loads,
     uniform,
 )
-from triton_kernels._view import Kind, View, constants, prepared, view_shapes
+from triton_kernels._view import Request, View, constants, prepared, view_shapes
 from triton_kernels._write import encode, put, put_scales
 from triton_kernels.machines import Machine
 
@@ -104,7 +104,7 @@ def _kernel(
             for i in range(PASSES):
                 index, inside = _place(group, i, ROWS, BLOCKS, BLOCK_R, BLOCK_B)
                 x = _values(_words(x_ptr, index, inside), dtype)
-                scale, fault = block_scales(rotate(x, signs_ptr, N, Q), Q)
+                scale, fault = block_scales(largest_bits(rotate(x, signs_ptr, N, Q)), Q)
                 scale = tl.where(fault, -127, scale).reshape(BLOCK_R, BLOCK_B)
                 top = tl.maximum(top, tl.max(scale, 1))
         rows = group * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -120,7 +120,7 @@ def _kernel(
             if Q.norms:
                 norm += tl.sum(tl.sum(x * x, 1).reshape(BLOCK_R, BLOCK_B), 1)
             y = rotate(x, signs_ptr, N, Q)
-            scale, fault = block_scales(y, Q)
+            scale, fault = block_scales(largest_bits(y), Q)
             noise = 0.0
             if Q.stochastic:
                 nth = i * (BLOCK_B * 8) + tl.arange(0, BLOCK_B * 8)
@@ -145,35 +145,22 @@ def _kernel(
             tl.store(norm_ptr + rows, norm, mask=rows < ROWS)
 
 
-def quantize_rows(
-    x: jax.Array,
-    *,
-    spec: OperandSpec,
-    kind: Kind,
-    machine: Machine,
-    processors: int,
-    seed: jax.Array | None = None,
-    sign_seed: jax.Array | None = None,
-    norms: bool = False,
-) -> View:
+def quantize_rows(x: jax.Array, request: Request, *, machine: Machine, processors: int) -> View:
     """Rotates and quantizes along the last axis, in one pass over memory.
 
     Reads 2 bytes an element of BF16; writes 1 as FP8, or 1/2 as packed MXFP4 and 1/32 of scales.
 
     Args:
       x: (rows, columns) float32, bfloat16 or float16.
-      spec: how it is quantized.
-      kind: what is written, see `View`.
+      request: for the view.
       machine: that runs it.
       processors: of the GPU.
-      seed: uint32[2], for stochastic rounding.
-      sign_seed: uint32[2], for random signs.
-      norms: whether to return the rows' squared norms too.
 
     Returns:
       A `View` with rows as x has them.
     """
-    x, spec, inputs = prepared(x, axis=1, spec=spec, seed=seed, sign_seed=sign_seed)
+    kind, _, seed, _, norms = request
+    x, spec, inputs = prepared(x, request, axis=1)
     rows, blocks = x.shape[0], x.shape[1] // 32
     if (
         kind == "codes"
@@ -188,7 +175,7 @@ def quantize_rows(
     results = _launch.launch(
         _kernel,
         *inputs,
-        out=view_shapes(*x.shape, fmt=spec.mx, kind=kind, norms=1),
+        out=view_shapes(*x.shape, fmt=spec.mx, kind=kind),
         grid=programs,
         num_warps=WARPS,
         ROWS=rows,
@@ -198,4 +185,4 @@ def quantize_rows(
         PROGRAMS=programs,
         Q=constants(spec, kind=kind, machine=machine, norms=norms),
     )
-    return View.of(*results, kind=kind, norms=norms)
+    return View.of(request, *results)

@@ -18,7 +18,7 @@ from jax import lax
 from adahop_jax._formats import OperandSpec
 from adahop_jax.reference.bits import exponent, to_bits
 from triton_kernels import _launch
-from triton_kernels._blocks import block_scales, rotate, uniform
+from triton_kernels._blocks import block_scales, largest_bits, rotate, uniform
 from triton_kernels._view import FOLDS, Constants
 from triton_kernels._write import encode, put, put_scales
 
@@ -130,7 +130,7 @@ def _kernel(
             for block in range(BLOCKS):
                 x = _block(x_ptr, row, inside, block, LENGTH, ROW_STRIDE, STRIDE)
                 norm += tl.sum(x * x, 1)
-                scale, fault = block_scales(rotate(x, signs_ptr, N, Q), Q)
+                scale, fault = block_scales(largest_bits(rotate(x, signs_ptr, N, Q)), Q)
                 top = tl.maximum(top, tl.where(fault, -127, scale))
         ref = tl.maximum(top - Q.top, -127)
         if segment == 0:
@@ -144,7 +144,7 @@ def _kernel(
             if Q.stochastic:
                 noise = _noise(first, block, seed_ptr, N, ROW_STRIDE == 1)
             y = rotate(x, signs_ptr, N, Q)
-            scale, fault = block_scales(y, Q)
+            scale, fault = block_scales(largest_bits(y), Q)
             index = row.to(tl.int64) * BLOCKS + block
             put(data_ptr, encode(y, noise, scale, fault, ref, N, Q), index, inside, Q)
             if Q.kind != "folded":

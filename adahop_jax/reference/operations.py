@@ -1,14 +1,15 @@
 """The operations that every backend offers, on plain 2-D arrays; here in plain JAX.
 
-A backend is an object with eight of these functions: `quantize` and `dequantize` for arrays that
-are stored; `operand`, `residual`, `load`, `matmul` and `largest` for products; and
-`speedup`. What `operand` and
-`load` return is the backend's own: whatever its `matmul` takes. Here it is the dequantized values
-in bfloat16, which holds every element times every scale exactly. In operands and residuals the
-contracted axis comes last. Each is compiled as a unit, to be quick outside `jit` too.
+A backend is an object with nine of these functions: `quantize` and `dequantize` for arrays that
+are stored; `operand`, `residual`, `views` for both at once, `load`, `matmul` and `largest` for
+products; and `speedup`. What `operand` and `load` return is the backend's own: whatever its
+`matmul` takes. Here it is the dequantized values in bfloat16, which holds every element times
+every scale exactly. In operands and residuals the contracted axis comes last. Each is compiled as a
+unit, to be quick outside `jit` too.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,36 @@ def operand(
     codes, scales = _encode(x, axis, spec, seed, sign_seed)
     values = decode(codes, scales, axis=axis, fmt=spec.mx).astype(jnp.bfloat16)
     return _last(values, axis), squared_norms(x, axis=axis) if norms else None
+
+
+class Wanted(NamedTuple):
+    """A view of a tensor: what `residual` makes of it if it is to be stored, else `operand`.
+
+    Attributes:
+      stored: which.
+      axis, spec, seed, sign_seed, norms: as those take them.
+    """
+
+    stored: bool
+    axis: int
+    spec: OperandSpec
+    seed: jax.Array | None = None
+    sign_seed: jax.Array | None = None
+    norms: bool = False
+
+
+def views(x: jax.Array, *wanted: Wanted) -> list[tuple[Any, ...]]:
+    """Several views of a tensor, which a backend may make in one read.
+
+    Returns:
+      For each, what `residual` or `operand` returns.
+    """
+    return [
+        (residual if stored else operand)(
+            x, axis=axis, spec=spec, seed=seed, sign_seed=sign_seed, norms=norms
+        )
+        for stored, axis, spec, seed, sign_seed, norms in wanted
+    ]
 
 
 def load(codes: jax.Array, scales: jax.Array, *, spec: OperandSpec) -> jax.Array:

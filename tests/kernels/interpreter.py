@@ -14,7 +14,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels.machines import MACHINES
 
-FP8 = {"fp8e5": ml_dtypes.float8_e5m2, "fp8e4nv": ml_dtypes.float8_e4m3fn}
+TYPES = {
+    "fp8e5": ml_dtypes.float8_e5m2,
+    "fp8e4nv": ml_dtypes.float8_e4m3fn,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
 POISON = 0xA5
 MACHINE = dataclasses.replace(MACHINES["9.0"], target=("interpreter", "", 32))
 
@@ -110,6 +115,7 @@ def launch(
 
 
 def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
-    """`InterpreterBuilder.create_dot` of FP8 tensors; its own multiplies float16, without BLAS."""
-    left, right = (x.data.view(FP8[x.dtype.name]).astype(np.float32) for x in (a, b))
-    return TensorHandle(left @ right + d.data, d.dtype.scalar)
+    """`InterpreterBuilder.create_dot`, whose own knows no FP8 and no bfloat16, and uses no BLAS."""
+    left, right = (x.data.view(TYPES[x.dtype.name]).astype(np.float32) for x in (a, b))
+    with np.errstate(invalid="ignore"):
+        return TensorHandle(left @ right + d.data, d.dtype.scalar)
