@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from adahop_jax._plan import PRODUCTS, LayerPlan, Product
-from adahop_jax._product import Saved, Seeds, product, product_seeds, save
+from adahop_jax._plan import PRODUCTS, LayerPlan, Product, ProductPlan
+from adahop_jax._product import Saved, Seeds, product, product_seeds, sides
 from adahop_jax.reference.bits import rounded
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
@@ -52,12 +52,49 @@ def dense(
     Returns:
       (..., out) of `dtype`.
     """
-    return _forward(x, w, seeds, plan, dtype, dot, precision, backend)[0]
+    return _y(x, w, seeds, plan, dtype, dot, precision, backend, keeps=False)[0]
 
 
 def layer_seeds(plan: LayerPlan, key: jax.Array | None) -> dict[Product, Seeds]:
     """Seeds of all three products."""
     return {name: product_seeds(name, plan[name], key) for name in PRODUCTS}
+
+
+def _y(
+    x: jax.Array,
+    w: jax.Array,
+    seeds: dict[Product, Seeds],
+    plan: LayerPlan,
+    dtype: jnp.dtype,
+    dot: Dot,
+    precision: lax.PrecisionLike,
+    backend: str | None,
+    *,
+    keeps: bool,
+) -> tuple[jax.Array, jax.Array | Saved]:
+    """Y, and of X what wgrad needs if `keeps`."""
+    enters: tuple[Product, ...] = ("fwd", "wgrad") if keeps else ("fwd",)
+    of_x = sides("x", _flat(rounded(x, dtype)), _quantized(plan, enters), seeds, backend=backend)
+    if plan.fwd.is_full:
+        y = dot(x.astype(dtype), w.astype(dtype))
+    else:
+        of_w = sides("w", rounded(w, dtype), {"fwd": plan.fwd}, seeds, backend=backend)
+        y = product(
+            "fwd",
+            of_x["fwd"],
+            of_w["fwd"],
+            plan=plan.fwd,
+            seeds=seeds["fwd"],
+            out_dtype=dtype,
+            precision=precision,
+            backend=backend,
+        ).reshape(*x.shape[:-1], w.shape[1])
+    return y, of_x.get("wgrad", x)
+
+
+def _quantized(plan: LayerPlan, names: tuple[Product, ...]) -> dict[Product, ProductPlan]:
+    """Those of the products that are not full."""
+    return {name: plan[name] for name in names if not plan[name].is_full}
 
 
 def _forward(
@@ -70,18 +107,7 @@ def _forward(
     precision: lax.PrecisionLike,
     backend: str | None,
 ) -> tuple[jax.Array, Any]:
-    common: Any = {"out_dtype": dtype, "precision": precision, "backend": backend}
-    x_rounded = _flat(rounded(x, dtype))
-    if plan.fwd.is_full:
-        y = dot(x.astype(dtype), w.astype(dtype))
-    else:
-        y = product(
-            "fwd", x_rounded, rounded(w, dtype), plan=plan.fwd, seeds=seeds["fwd"], **common
-        )
-        y = y.reshape(*x.shape[:-1], w.shape[1])
-    kept: jax.Array | Saved = x
-    if not plan.wgrad.is_full:
-        kept = save(x_rounded, plan=plan.wgrad, seeds=seeds["wgrad"], backend=backend)
+    y, kept = _y(x, w, seeds, plan, dtype, dot, precision, backend, keeps=True)
     # An empty array carries x's dtype, which its packed view does not know.
     return y, (kept, w, seeds, jnp.zeros((0,), x.dtype))
 
@@ -98,15 +124,22 @@ def _backward(
     kept, w, seeds, like_x = residuals
     common: Any = {"precision": precision, "backend": backend}
     x_shape = (*dy.shape[:-1], w.shape[0])
-    dy_rounded = _flat(rounded(dy, dtype))
+    of_dy = sides(
+        "dy",
+        _flat(rounded(dy, dtype)),
+        _quantized(plan, ("dgrad", "wgrad")),
+        seeds,
+        backend=backend,
+    )
     if plan.dgrad.is_full:
         like = jax.ShapeDtypeStruct(x_shape, dtype)
         (dx,) = jax.linear_transpose(lambda x: dot(x, w.astype(dtype)), like)(dy)
     else:
+        of_w = sides("w", rounded(w, dtype), {"dgrad": plan.dgrad}, seeds, backend=backend)
         dx = product(
             "dgrad",
-            dy_rounded,
-            rounded(w, dtype),
+            of_dy["dgrad"],
+            of_w["dgrad"],
             plan=plan.dgrad,
             seeds=seeds["dgrad"],
             out_dtype=dtype,
@@ -119,7 +152,7 @@ def _backward(
         dw = product(
             "wgrad",
             kept,
-            dy_rounded,
+            of_dy["wgrad"],
             plan=plan.wgrad,
             seeds=seeds["wgrad"],
             out_dtype=w.dtype,

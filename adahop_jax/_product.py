@@ -5,6 +5,7 @@ product is accumulated in float32, the transform is undone by a power of two, th
 of extracted outliers are overwritten by a side product in `dtype`, and the result is rounded once.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from adahop_jax._dispatch import resolve
-from adahop_jax._plan import CONTRACT, OPERANDS, OutlierSpec, Product, ProductPlan, Tensor
+from adahop_jax._plan import CONTRACT, OPERANDS, Product, ProductPlan, Tensor
 from adahop_jax._random import seed_of
-from adahop_jax.reference.operations import dot, rotate
+from adahop_jax.reference.operations import Wanted, dot, rotate
 
 SIGNS = "signs"
 Seeds = dict[str, jax.Array]
@@ -31,6 +32,20 @@ class Outliers(NamedTuple):
 
     indices: jax.Array
     values: jax.Array
+
+
+class Side(NamedTuple):
+    """A tensor as a product takes it.
+
+    Attributes:
+      tensor: as it is stored, 2-D, in the layer's dtype.
+      operand: the backend's own, quantized along the contracted axis.
+      norms: squared norms along that axis; None if nothing is extracted of it.
+    """
+
+    tensor: jax.Array
+    operand: Any
+    norms: jax.Array | None
 
 
 class Saved(NamedTuple):
@@ -60,27 +75,48 @@ def product_seeds(name: Product, plan: ProductPlan, key: jax.Array | None) -> Se
     return seeds
 
 
-def save(x: jax.Array, *, plan: ProductPlan, seeds: Seeds, backend: str | None) -> Saved:
-    """What wgrad needs of X.
+def sides(
+    name: Tensor,
+    tensor: jax.Array,
+    plans: Mapping[Product, ProductPlan],
+    seeds: Mapping[Product, Seeds],
+    *,
+    backend: str | None,
+) -> dict[Product, Any]:
+    """A tensor quantized for products that it enters, in one read where the backend can.
 
     Args:
-      x: (tokens, in) in the layer's dtype.
-      plan: of wgrad, not full.
-      seeds: of wgrad.
+      name: "x", "w" or "dy".
+      tensor: as it is stored, 2-D, in the layer's dtype.
+      plans: the products that want it, with their plans, none of them full.
+      seeds: from `product_seeds`.
       backend: a backend's name, or None.
+
+    Returns:
+      A `Side` for each product; `Saved` of X for wgrad.
     """
+    if not plans:
+        return {}
     ops = resolve(backend)[1]
-    outliers = plan.outliers if plan.outliers is not None and plan.outliers.tensor == "x" else None
-    codes, scales, norms = ops.residual(
-        x, axis=0, spec=plan.specs[0], norms=outliers is not None, **_seeds_of("x", seeds)
-    )
-    return Saved(codes, scales, None if outliers is None else _taken(x, 1, outliers, norms, ops))
+    tensor = _undifferentiable(tensor)
+    found: dict[Product, Any] = {}
+    wanted = [_wanted(name, product, plan, seeds[product]) for product, plan in plans.items()]
+    for (product, plan), want, view in zip(
+        plans.items(), wanted, ops.views(tensor, *wanted), strict=True
+    ):
+        if want.stored:
+            codes, scales, norms = view
+            outliers = _taken(tensor, 1 - want.axis, plan, norms, ops) if want.norms else None
+            found[product] = Saved(codes, scales, outliers)
+        else:
+            found[product] = Side(tensor, *view)
+    return found
 
 
 def product(
     name: Product,
-    lhs: jax.Array | Saved,
-    rhs: jax.Array,
+    lhs: Side | Saved,
+    rhs: Side,
     *,
     plan: ProductPlan,
     seeds: Seeds,
@@ -92,8 +128,7 @@ def product(
 
     Args:
       name: "fwd", "dgrad" or "wgrad".
-      lhs: 2-D operand as stored (`OPERANDS`, `CONTRACT`), in the layer's dtype; `Saved` in wgrad.
-      rhs: 2-D operand as stored, in the layer's dtype.
+      lhs, rhs: its operands (`OPERANDS`), from `sides`.
       plan: of this product, not full.
       seeds: from `product_seeds`.
       out_dtype: of the result.
@@ -104,45 +139,33 @@ def product(
       The 2-D product of `out_dtype`.
     """
     ops = resolve(backend)[1]
-    lhs, rhs = _undifferentiable((lhs, rhs))
-    lhs_spec, rhs_spec = plan.specs
-    lhs_axis, rhs_axis = CONTRACT[name]
-    lhs_name, rhs_name = OPERANDS[name]
+    contract = lhs_axis, rhs_axis = CONTRACT[name]
     extracted = None if plan.outliers is None else plan.outliers.tensor
-    norms: jax.Array | None = None
     if isinstance(lhs, Saved):
-        left = ops.load(lhs.codes, lhs.scales, spec=lhs_spec)
+        left = ops.load(lhs.codes, lhs.scales, spec=plan.specs[0])
     else:
-        left, norms = ops.operand(
-            lhs,
-            axis=lhs_axis,
-            spec=lhs_spec,
-            norms=extracted == lhs_name,
-            **_seeds_of(lhs_name, seeds),
-        )
-    right, rhs_norms = ops.operand(
-        rhs,
-        axis=rhs_axis,
-        spec=rhs_spec,
-        norms=extracted == rhs_name,
-        **_seeds_of(rhs_name, seeds),
-    )
+        left = lhs.operand
 
     rows = columns = None
-    if extracted == lhs_name:
-        outliers = _outliers_of(lhs, 1 - lhs_axis, plan, norms, ops)
-        values = dot(outliers.values, rhs, contract=CONTRACT[name], precision=precision)
+    if extracted == OPERANDS[name][0]:
+        if isinstance(lhs, Side):
+            outliers = _taken(lhs.tensor, 1 - lhs_axis, plan, lhs.norms, ops)
+        elif lhs.outliers is not None:
+            outliers = lhs.outliers
+        else:
+            raise ValueError("wgrad: X's outliers are asked for and were not saved")
+        values = dot(outliers.values, rhs.tensor, contract=contract, precision=precision)
         rows = outliers.indices, values
-    elif extracted == rhs_name:
-        outliers = _outliers_of(rhs, 1 - rhs_axis, plan, rhs_norms, ops)
+    elif extracted is not None:
+        outliers = _taken(rhs.tensor, 1 - rhs_axis, plan, rhs.norms, ops)
         if isinstance(lhs, Saved):
             values = _side_of_saved(lhs, outliers, plan, seeds.get(SIGNS), precision, ops)
         else:
-            values = dot(lhs, outliers.values, contract=CONTRACT[name], precision=precision)
+            values = dot(lhs.tensor, outliers.values, contract=contract, precision=precision)
         columns = outliers.indices, values
     return ops.matmul(
         left,
-        right,
+        rhs.operand,
         scale=_undo(plan),
         dtype=out_dtype,
         rows=rows,
@@ -190,24 +213,25 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _outliers_of(
-    operand: jax.Array | Saved, axis: int, plan: ProductPlan, norms: jax.Array | None, ops: Any
-) -> Outliers:
-    """Those of an operand, as they were saved or by its norms."""
-    assert plan.outliers is not None
-    if not isinstance(operand, Saved):
-        return _taken(operand, axis, plan.outliers, norms, ops)
-    if operand.outliers is None:
-        raise ValueError("wgrad: X's outliers are asked for and were not saved")
-    return operand.outliers
+def _wanted(tensor: Tensor, product: Product, plan: ProductPlan, seeds: Seeds) -> Wanted:
+    """The view of a tensor that a product wants."""
+    side = OPERANDS[product].index(tensor)
+    return Wanted(
+        stored=(tensor, product) == ("x", "wgrad"),
+        axis=CONTRACT[product][side],
+        spec=plan.specs[side],
+        seed=seeds.get(tensor),
+        sign_seed=seeds.get(SIGNS),
+        norms=plan.outliers is not None and plan.outliers.tensor == tensor,
+    )
 
 
 def _taken(
-    x: jax.Array, axis: int, outliers: OutlierSpec, norms: jax.Array | None, ops: Any
+    x: jax.Array, axis: int, plan: ProductPlan, norms: jax.Array | None, ops: Any
 ) -> Outliers:
     """The k rows (`axis` 0) or columns (1) of x with the largest squared norms."""
-    assert norms is not None
-    index = ops.largest(norms, outliers.count(x.shape[axis]))
+    assert norms is not None and plan.outliers is not None
+    index = ops.largest(norms, plan.outliers.count(x.shape[axis]))
     return Outliers(index, jnp.take(x, index, axis=axis, mode="clip"))
 
 
@@ -215,7 +239,3 @@ def _undo(plan: ProductPlan) -> float:
     """The factor that takes transform and pre-scales out of the product."""
     lhs, rhs = plan.specs
     return 1 / (max(lhs.hadamard, 1) * lhs.pre_scale * rhs.pre_scale)
-
-
-def _seeds_of(tensor: Tensor, seeds: Seeds) -> dict[str, jax.Array | None]:
-    return {"seed": seeds.get(tensor), "sign_seed": seeds.get(SIGNS)}

@@ -16,7 +16,7 @@ from adahop_jax._formats import FORMATS
 from adahop_jax.reference import operations as reference
 from tests import oracle
 from tests.kernels import interpreter
-from triton_kernels import _launch
+from triton_kernels import _launch, quantize_columns, quantize_rows
 from triton_kernels.operations import Backend
 
 SEED = np.array([123456789, 987654321], np.uint32)
@@ -117,6 +117,34 @@ def test_quantizing_equals_the_reference(rng, name, shape, dtype, axis):
     loaded = _ops().load(codes, scales, spec=spec).values
     for view in (operand, loaded):
         _assert_folded(view, values, want[1], spec.format)
+
+
+TILES = {  # that tensor cores rotate
+    "iht": SPECS["iht"],
+    "h16-signs-scaled": OperandSpec(hadamard=16, signs="random", pre_scale=0.75),
+    "floor": OperandSpec(hadamard=32, scale_rule="floor"),
+    "mxfp6": OperandSpec(hadamard=32, format="mxfp6"),
+}
+
+
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("shape, dtype", [((64, 128), "bfloat16"), ((70, 136), "float16")])
+def test_both_directions_in_one_read_equal_the_reference(rng, monkeypatch, shape, dtype, name):
+    for module in (quantize_rows, quantize_columns):
+        monkeypatch.setattr(module, "_kernel", None)
+    spec, x = TILES[name], _random(rng, shape, dtype)
+    wanted = [
+        reference.Wanted(stored, axis, spec, None, jnp.asarray(SEED), norms)
+        for stored, axis, norms in ((True, 0, True), (False, 1, False))
+    ]
+    (codes, scales, norms), (operand, none) = _ops().views(x, *wanted)
+    (want, want_scales, want_norms), (values, _) = reference.views(x, *wanted)
+    np.testing.assert_array_equal(codes, want)
+    np.testing.assert_array_equal(scales, want_scales)
+    np.testing.assert_allclose(norms, want_norms, rtol=1e-6)
+    assert none is None
+    # Numbers of ordinary size: nothing is below the window.
+    np.testing.assert_array_equal(_values(operand.values), values.astype(jnp.float32))
 
 
 SPECIAL = [

@@ -14,6 +14,7 @@ import triton
 
 import triton_kernels
 from adahop_jax import OperandSpec
+from adahop_jax.reference.operations import Wanted
 from tests.kernels.launches import Recorder
 from triton_kernels import _launch
 from triton_kernels.machines import MACHINES
@@ -86,6 +87,8 @@ def _everything(backend, recorder):
             SEED,
         )
         note(lambda x, a=axis: backend.operand(x, axis=a, spec=IHT), _shape(99, 101))
+    wanted = Wanted(True, 0, IHT, norms=True), Wanted(False, 1, IHT6)
+    note(lambda x: backend.views(x, *wanted), _shape(128, 192))
     note(lambda x: backend.operand(x, axis=1, spec=PLAIN), _shape(3, 40000))  # two passes
     for spec, shape in ((IHT, (96, 224)), (IHT6, (96, 224)), (IHT, (3, 40000))):
         codes, scales, _ = jax.eval_shape(
@@ -184,6 +187,18 @@ def _sass(compiled):
         file.write_bytes(compiled.asm["cubin"])
         command = [str(tool), "-c", str(file)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_hopper_rotates_by_wgmma_and_keeps_the_sums_in_registers(recorder):
+    """What a thread has is what it stores: only the matrix goes through shared memory."""
+    backend = Backend(MACHINES["9.0"], "fp8", processors=132)
+    wanted = Wanted(False, 0, IHT), Wanted(False, 1, IHT)
+    tiles, *_ = recorder.record(lambda x: backend.views(x, *wanted), _shape(8192, 8192))
+    assert tiles.name == "quantize_tiles"
+    assembly = tiles.compile(MACHINES["9.0"].target).asm["ptx"]
+    assert len(re.findall(r"wgmma.mma_async\S*m64n64k16.f32.bf16.bf16", assembly)) == 8
+    assert "cp.async.bulk.tensor" in assembly
+    assert "ld.shared" not in assembly
 
 
 @pytest.mark.parametrize(
