@@ -2,10 +2,12 @@
 
 A kernel takes at least as long as a device copy of the bytes that it has to read and write, and as
 long as its operations take at the full rate of their unit. Every kernel reads each of its operands
-once and writes its result once; what two kernels both need is read twice.
+once and writes its results once. A tensor is quantized in one read for the products that take it in
+the same pass: X for fwd and wgrad, dY for dgrad and wgrad; W enters one in each pass.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Literal
 
@@ -60,9 +62,9 @@ def total(works: Iterable[Work], rates: Rates) -> float:
     return sum(work.seconds(rates) for work in works)
 
 
-def quantizer(name: str, elements: int, written: str) -> Work:
-    """Reads BF16 and writes what `WRITTEN` names."""
-    return Work(name=name, bytes=elements * (2 + WRITTEN[written]))
+def quantizer(name: str, elements: int, *written: str) -> Work:
+    """Reads BF16 and writes what `WRITTEN` names, for one view or several."""
+    return Work(name=name, bytes=elements * (2 + sum(WRITTEN[view] for view in written)))
 
 
 def fold(name: str, elements: int) -> Work:
@@ -83,11 +85,25 @@ def layer(
     """A step of a layer in BF16 under `plan`: fwd, X as it is kept, dgrad and wgrad."""
     sizes = {"tokens": tokens, "in": in_features, "out": out_features}
     works: list[Work] = []
+    for tensor, names in READS:
+        quantized = [name for name in names if not plan[name].is_full]
+        if quantized:
+            views = ("codes" if (tensor, name) == STORED else "folded" for name in quantized)
+            elements = math.prod(sizes[dim] for dim in DIMS[tensor])
+            label = f"{', '.join(quantized)}: quantize {tensor}"
+            works.append(quantizer(label, elements, *views))
     for name in PRODUCTS:
         works += _planned(name, plan[name], sizes)
     return tuple(works)
 
 
+READS: tuple[tuple[Tensor, tuple[Product, ...]], ...] = (
+    ("x", ("fwd", "wgrad")),
+    ("w", ("fwd",)),
+    ("w", ("dgrad",)),
+    ("dy", ("dgrad", "wgrad")),
+)
+STORED = "x", "wgrad"
 DIMS: dict[Tensor, tuple[str, str]] = {
     "x": ("tokens", "in"),
     "w": ("in", "out"),
@@ -101,15 +117,9 @@ def _planned(name: Product, plan: ProductPlan, sizes: dict[str, int]) -> list[Wo
     m, n = (sizes[DIMS[t][1 - axis]] for t, axis in zip(tensors, axes, strict=True))
     if plan.is_full:
         return [product(name, m, n, length, unit="bf16")]
-    works = []
-    for tensor, others in zip(tensors, (m, n), strict=True):
-        kept = name == "wgrad" and tensor == "x"
-        works.append(
-            quantizer(f"{name}: quantize {tensor}", others * length, "codes" if kept else "folded")
-        )
-        if kept:
-            works.append(fold(f"{name}: fold {tensor}", others * length))
-    works.append(product(f"{name}: product", m, n, length))
+    works = [product(f"{name}: product", m, n, length)]
+    if name == "wgrad":
+        works.append(fold("wgrad: fold x", m * length))
     if plan.outliers is not None:
         works.append(_side(name, plan, m, n, length))
     return works

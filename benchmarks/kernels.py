@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import adahop_jax as ah
+from adahop_jax.reference.operations import Wanted
 from benchmarks import floor, timing
 from benchmarks.report import Table
 from benchmarks.shapes import SQUARE
@@ -56,6 +57,10 @@ def run(ops: Any, *, runs: int) -> list[Row]:
     ]
 
 
+def _both(ops: Any, rows: Wanted, columns: Wanted, x: jax.Array) -> Any:
+    return ops.views(x, rows, columns)
+
+
 def jobs(ops: Any, x: jax.Array) -> list[tuple[Job, float]]:
     """Every kernel on x, with the bytes that it moves."""
     found = []
@@ -72,6 +77,13 @@ def jobs(ops: Any, x: jax.Array) -> list[tuple[Job, float]]:
                 name = f"{direction} -> {written}, {variant}"
                 found.append((Job(name=name, function=call, args=(x, seed())), size))
     spec = SPECS["rotated"]
+    for written in ("folded", "codes"):
+        for norms in (False, True):
+            rows, columns = Wanted(False, 1, spec), Wanted(written == "codes", 0, spec, norms=norms)
+            name = f"rows -> folded, columns -> {written}, rotated{', norms' * norms}"
+            call = functools.partial(_both, ops, rows, columns)
+            size = floor.quantizer("", x.size, "folded", written).bytes
+            found.append((Job(name=name, function=call, args=(x,)), size))
     stored = jax.jit(lambda x: ops.residual(x, axis=1, spec=spec)[:2])(x)
     load = functools.partial(ops.load, spec=spec)
     found.append(

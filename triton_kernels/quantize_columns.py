@@ -8,7 +8,6 @@ operand needs a reference exponent a row before all of the row was seen: see `se
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -106,10 +105,10 @@ def _kernel(
     signs_ptr,
     seed_ptr,
     ref_ptr,
+    flag_ptr,
     data_ptr,
     scale_ptr,
     norm_ptr,
-    flag_ptr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     C: tl.constexpr,
@@ -185,17 +184,19 @@ def quantize_columns(x: jax.Array, request: Request, *, machine: Machine) -> Vie
         columns, rows, fmt=spec.mx, kind=kind, norms=parts if norms else 1
     )
     facts = constants(spec, kind=kind, machine=machine, norms=norms)
-    folded = kind == "folded"
-    refs = inputs[0]  # stands in for what is not read
-    if folded:
-        refs = guess(x, axis=0, spec=spec, within=(-127, 127 - spec.mx.max_exponent))
-    flag_shape = jax.ShapeDtypeStruct((strips if folded else 1,), jnp.int32)
-    data, scales, squares, flags = _launch.launch(
+    refs = flags = inputs[0]  # stands in for what is not read
+    out = [shape, scale_shape, norm_shape]
+    if kind == "folded":
+        within = -127, 127 - spec.mx.max_exponent
+        _, refs, flags = guess(x, None, facts, flags=strips, within=within)
+        out.append(jax.ShapeDtypeStruct(flags.shape, flags.dtype))
+    data, scales, squares, *set_flags = _launch.launch(
         _kernel,
         *inputs,
         refs,
-        out=(shape, scale_shape, norm_shape, flag_shape),
-        zeroed=(3,) if folded else (),
+        flags,
+        out=out,
+        aliases={4: 3} if kind == "folded" else None,
         grid=strips * parts,
         num_warps=2 if paired else 4,
         ROWS=rows,
@@ -203,10 +204,16 @@ def quantize_columns(x: jax.Array, request: Request, *, machine: Machine) -> Vie
         C=COLUMNS_PER_PROGRAM,
         Q=facts,
     )
-    if folded:
+    if kind == "folded":
         facts = dataclasses.replace(facts, norms=False)
-        view = data, refs, squares
         data, refs, squares = settle(
-            inputs, flags, *view, axis=0, facts=facts, flagged=COLUMNS_PER_PROGRAM
+            inputs,
+            *set_flags,
+            data,
+            refs,
+            squares,
+            axis=0,
+            facts=facts,
+            flagged=COLUMNS_PER_PROGRAM,
         )
     return View.of(request, data, scales, refs, squares)

@@ -146,13 +146,13 @@ def _kernel(
     column_matrix_ptr,
     row_ref_ptr,
     column_ref_ptr,
+    flag_ptr,
     row_data_ptr,
     row_scale_ptr,
     row_norm_ptr,
     column_data_ptr,
     column_scale_ptr,
     column_norm_ptr,
-    flag_ptr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -238,16 +238,22 @@ def quantize_tiles(
     Returns:
       The views, None where none is request.
     """
-    sides = _side(x, 1, along_rows, machine), _side(x, 0, along_columns, machine)
+    rows, columns = _side(x, 1, along_rows, machine), _side(x, 0, along_columns, machine)
     down, across = (triton.cdiv(size, TILE) for size in x.shape)
+    row_refs, column_refs, flags = guess(
+        x, rows.folded, columns.folded, flags=down + across, within=ENDS
+    )
     programs = min(down * across, PROGRAMS_PER_PROCESSOR * processors)
     *views, flags = _launch.launch(
         _kernel,
         x,
-        *(side.matrix for side in sides),
-        *(side.refs for side in sides),
-        out=(*sides[0].shapes, *sides[1].shapes, jax.ShapeDtypeStruct((down + across,), jnp.int32)),
-        zeroed=(6,),
+        rows.matrix,
+        columns.matrix,
+        row_refs,
+        column_refs,
+        flags,
+        out=(*rows.shapes, *columns.shapes, jax.ShapeDtypeStruct(flags.shape, flags.dtype)),
+        aliases={5: 6},
         grid=programs,
         num_warps=WARPS,
         tiles={0: (TILE, TILE)},
@@ -258,41 +264,43 @@ def quantize_tiles(
         STAGES=STAGES,
         LEAST=ENDS[0],
         MOST=ENDS[1],
-        ROW_Q=sides[0].facts,
-        COLUMN_Q=sides[1].facts,
+        ROW_Q=rows.facts,
+        COLUMN_Q=columns.facts,
     )
     return (
-        _settled(x, 1, along_rows, sides[0], flags, 0, *views[:3]),
-        _settled(x, 0, along_columns, sides[1], flags, down, *views[3:]),
+        _settled(x, 1, along_rows, rows, row_refs, flags, 0, *views[:3]),
+        _settled(x, 0, along_columns, columns, column_refs, flags, down, *views[3:]),
     )
 
 
 class _Side(NamedTuple):
-    """What the kernel takes for one view: its facts, inputs, and the shapes of what it writes."""
+    """What the kernel takes for one view: facts, the matrix, and the shapes of what it writes."""
 
     facts: Constants | None
     matrix: jax.Array
-    refs: jax.Array
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def folded(self) -> Constants | None:
+        """The facts, if reference exponents are needed."""
+        return self.facts if self.facts is not None and self.facts.kind == "folded" else None
 
 
 def _side(x: jax.Array, axis: int, request: Request | None, machine: Machine) -> _Side:
     if request is None:
         nothing = jax.ShapeDtypeStruct((1,), jnp.uint8)
-        return _Side(None, x, x, (nothing, nothing, nothing))
+        return _Side(None, x, (nothing, nothing, nothing))
     spec = request.spec
-    parts = triton.cdiv(x.shape[axis], TILE) if request.norms else 1
-    length = spec.padded_length(x.shape[axis])
     data, scales, _, norms = view_shapes(
-        x.shape[1 - axis], length, fmt=spec.mx, kind=request.kind, norms=parts
+        x.shape[1 - axis],
+        spec.padded_length(x.shape[axis]),
+        fmt=spec.mx,
+        kind=request.kind,
+        norms=triton.cdiv(x.shape[axis], TILE) if request.norms else 1,
     )
     facts = constants(spec, kind=request.kind, machine=machine, norms=request.norms)
-    return _Side(
-        dataclasses.replace(facts, ends=False),
-        _matrix(spec, x.dtype, request.sign_seed),
-        guess(x, axis=axis, spec=spec, within=ENDS) if request.kind == "folded" else x,
-        (data, scales, norms),
-    )
+    matrix = _matrix(spec, x.dtype, request.sign_seed)
+    return _Side(dataclasses.replace(facts, ends=False), matrix, (data, scales, norms))
 
 
 def _matrix(spec: OperandSpec, dtype: jnp.dtype, sign_seed: jax.Array | None) -> jax.Array:
@@ -312,6 +320,7 @@ def _settled(
     axis: int,
     request: Request | None,
     side: _Side,
+    refs: jax.Array,
     flags: jax.Array,
     first_flag: int,
     data: jax.Array,
@@ -329,7 +338,7 @@ def _settled(
         (x, signs, x),
         flags,
         data,
-        side.refs if folded else scales,
+        refs if folded else scales,
         jnp.sum(squares, axis=0) if request.norms else squares,
         axis=axis,
         facts=side.facts,

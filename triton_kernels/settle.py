@@ -1,10 +1,10 @@
 """Rows of a view quantized anew, where a kernel that was in a hurry has flagged them.
 
-Kernels that see a part of a row at a time guess its reference exponent beforehand: `guess`, from
-eight of its values. The format's window of binades is wide enough that the guess nearly always
-serves; where it does not, or where tensor cores cannot be trusted with what they met, they set a
-flag. Here flagged rows are written again, by the butterfly and with the reference exponents that
-`quantize_rows` would have used.
+Kernels that see a part of a row at a time work with a reference exponent that is guessed before,
+from eight values of the row. The format's window of binades is wide enough that the guess nearly
+always serves; where it does not, or where tensor cores cannot be trusted with what they met, they
+set a flag. Here flagged rows are written again, by the butterfly and with the reference exponents
+that `quantize_rows` would have used.
 """
 
 import dataclasses
@@ -13,41 +13,118 @@ import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
-from jax import lax
 
-from adahop_jax._formats import OperandSpec
-from adahop_jax.reference.bits import exponent, to_bits
 from triton_kernels import _launch
 from triton_kernels._blocks import block_scales, largest_bits, rotate, uniform
-from triton_kernels._view import FOLDS, Constants
+from triton_kernels._view import Constants
 from triton_kernels._write import encode, put, put_scales
 
-SAMPLES = 8
+GUESSED = 128
 ROWS_PER_PROGRAM = 64
 SEGMENTS = 4
 
 
-def guess(x: jax.Array, *, axis: int, spec: OperandSpec, within: tuple[int, int]) -> jax.Array:
-    """Reference exponents for folding x along `axis`, from a few values all over each row.
+@triton.jit
+def _guessed(
+    x_ptr,
+    ref_ptr,
+    row,
+    ROWS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    ROW_STRIDE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    Q: tl.constexpr,
+):
+    """Stores reference exponents for rows [N] from eight values each."""
+    inside = row < ROWS
+    # Padding and masked tokens lie at an end.
+    STEP: tl.constexpr = max(1, LENGTH // 8)
+    nth = tl.arange(0, 8)
+    row_ptr = x_ptr + row.to(tl.int64) * ROW_STRIDE
+    ptr = row_ptr[:, None] + nth.to(tl.int64)[None, :] * (STEP * STRIDE)
+    mask = inside[:, None] & (nth * STEP < LENGTH)[None, :]
+    x = tl.load(ptr, mask=mask, other=0).to(tl.float32)
+    # A rotated block's largest value is some four times its values' usual size.
+    more: tl.constexpr = 2 if Q.hadamard else 0
+    expected = (largest_bits(x) >> 23) - 127 - Q.max_exponent + more
+    ref = tl.minimum(tl.maximum(expected, LEAST - Q.low), MOST - Q.top)
+    tl.store(ref_ptr + row, (ref + 127).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _guess_kernel(
+    x_ptr,
+    row_ref_ptr,
+    column_ref_ptr,
+    flag_ptr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    N: tl.constexpr,
+    FLAGS: tl.constexpr,
+    LEAST: tl.constexpr,
+    MOST: tl.constexpr,
+    ROW_Q: tl.constexpr,
+    COLUMN_Q: tl.constexpr,
+):
+    """A program: N of the rows, or of the columns after them, and as many flags, at most."""
+    DOWN: tl.constexpr = (ROWS + N - 1) // N
+    p = tl.program_id(0)
+    n = tl.arange(0, N)
+    flag = p * N + n
+    tl.store(flag_ptr + flag, 0, mask=flag < FLAGS)
+    if p < DOWN:
+        if ROW_Q is not None:
+            row = p * N + n
+            _guessed(x_ptr, row_ref_ptr, row, ROWS, COLUMNS, COLUMNS, 1, LEAST, MOST, ROW_Q)
+    else:
+        if COLUMN_Q is not None:
+            column = (p - DOWN) * N + n
+            _guessed(
+                x_ptr, column_ref_ptr, column, COLUMNS, ROWS, 1, COLUMNS, LEAST, MOST, COLUMN_Q
+            )
+
+
+def guess(
+    x: jax.Array,
+    along_rows: Constants | None,
+    along_columns: Constants | None,
+    *,
+    flags: int,
+    within: tuple[int, int],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Reference exponents from eight values of each row, or column, and flags that are not set.
 
     Args:
       x: (rows, columns).
-      axis: 0 or 1, the one that is contracted.
-      spec: how x is quantized.
-      within: the least and the largest exponent of a block's scale that the window may span.
+      along_rows: what is known of a folded view along the last axis, or None.
+      along_columns: likewise along the first.
+      flags: how many, at most one for each row and column.
+      within: the least and the largest exponent of a block's scale that a window may span.
 
     Returns:
-      Exponents + 127, uint8 (others,).
+      Exponents + 127 of x's rows and of its columns, uint8, which hold nothing if not wanted; and
+      int32 (flags,) zeros.
     """
-    # Padding and masked tokens lie at an end.
-    step = max(1, x.shape[axis] // SAMPLES)
-    sample = lax.slice_in_dim(x, 0, min(step * SAMPLES, x.shape[axis]), step, axis)
-    largest = jnp.max(jnp.abs(sample).astype(jnp.float32), axis=axis)
-    # A rotated block's largest value is some four times its values' usual size.
-    expected = exponent(to_bits(largest)) - spec.mx.max_exponent + (2 if spec.hadamard else 0)
-    fold = FOLDS[spec.format]
-    least, most = within[0] - fold.low, within[1] - fold.top
-    return (jnp.clip(expected, least, most) + 127).astype(jnp.uint8)
+    rows, columns = x.shape
+    refs = (jax.ShapeDtypeStruct((size,), jnp.uint8) for size in (rows, columns))
+    row_refs, column_refs, unset = _launch.launch(
+        _guess_kernel,
+        x,
+        out=(*refs, jax.ShapeDtypeStruct((flags,), jnp.int32)),
+        grid=triton.cdiv(rows, GUESSED) + triton.cdiv(columns, GUESSED),
+        num_warps=4,
+        ROWS=rows,
+        COLUMNS=columns,
+        N=GUESSED,
+        FLAGS=flags,
+        LEAST=within[0],
+        MOST=within[1],
+        ROW_Q=along_rows,
+        COLUMN_Q=along_columns,
+    )
+    return row_refs, column_refs, unset
 
 
 @triton.jit

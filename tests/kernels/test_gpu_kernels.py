@@ -17,7 +17,9 @@ from adahop_jax._dispatch import resolve
 from adahop_jax.reference import operations as reference
 from benchmarks.shapes import AWKWARD
 from tests import oracle_product
+from triton_kernels.machines import MACHINES
 from triton_kernels.matmul import CHUNK
+from triton_kernels.quantize_tiles import takes
 
 pytestmark = pytest.mark.gpu
 
@@ -33,6 +35,7 @@ OTHERS = {
     "mxfp6": ah.OperandSpec(format="mxfp6", hadamard=32),
 }
 LEAST_STEP = {"mxfp4": -30, "mxfp6": -15}  # half of FP8's least step, over a row's largest scale
+NEAR = {"mxfp4": 2.0**-18, "mxfp6": 2.0**-16}  # relative; its least boundary is 4 times as low
 DATA = ("normal", "spread", "faults", "edges", "zeros first")
 FROM_THE_ORACLE = ("normal", "spread")
 
@@ -133,17 +136,51 @@ def _check(ops, rng, shape, dtype, spec, axis):
             codes, scales, norms, values, _ = jax.tree.map(np.asarray, plain(x, SEED))
         _poison()
         got = kernels(x, SEED)
-        np.testing.assert_array_equal(got[0], codes, err_msg=kind)
-        np.testing.assert_array_equal(got[1], scales, err_msg=kind)
+        odd = _odd_blocks(got, codes, scales)
+        if not takes(jnp.asarray(x), spec, MACHINES["9.0"]):
+            assert not odd.any(), kind
+        _assert_few_and_near(odd, got, x, axis, spec, limit=0.01 if kind == "spread" else 1e-4)
         finite = np.isfinite(norms)
         np.testing.assert_array_equal(np.isfinite(got[2]), finite)
         np.testing.assert_allclose(np.asarray(got[2])[finite], norms[finite], rtol=1e-5)
         for operand in got[3:]:
-            _assert_folded(_values(operand), values.astype(np.float64), scales, spec.format)
-        if kind in FROM_THE_ORACLE and spec.signs == "none":
+            same = np.repeat(odd, 32, axis=1)
+            want = np.where(same, _values(operand), values.astype(np.float64))
+            _assert_folded(_values(operand), want, scales, spec.format)
+        if kind in FROM_THE_ORACLE and spec.signs == "none" and not odd.any():
             want = _oracle(x, axis, spec)
             np.testing.assert_array_equal(_last(got[0], axis), want.packed, err_msg=kind)
             np.testing.assert_array_equal(_last(got[1], axis), want.scales, err_msg=kind)
+
+
+def _odd_blocks(got, codes, scales):
+    """Which blocks of a residual differ from the reference's: (rows, blocks)."""
+    differ = (np.asarray(got[0]) != codes).reshape(*scales.shape, -1).any(-1)
+    return differ | (np.asarray(got[1]) != scales)
+
+
+def _assert_few_and_near(odd, got, x, axis, spec, *, limit):
+    """Blocks that differ are rare, and what a value NEAR to the right one would give.
+
+    Where sums of the tensor cores are not exact, they are cut off.
+    """
+    assert odd.mean() <= limit, odd.sum()
+    if not odd.any():
+        return
+    assert spec.signs == "none"
+    codes = oracle_product.oracle.unpack(np.asarray(got[0]), spec.mx.element_bits)
+    turned = oracle_product.rotated(x, axis=axis, spec=spec)
+    fits = False
+    for sign in (-1, 1):
+        want = oracle_product.oracle.quantize(
+            turned * np.float32(1 + sign * NEAR[spec.format]),
+            axis=axis,
+            fmt=oracle_product.FORMATS[spec.format],
+            rule=spec.scale_rule,
+        )
+        same = np.repeat(np.asarray(got[1]) == _last(want.scales, axis), 32, axis=1)
+        fits |= same & (codes == _last(want.codes, axis))
+    assert fits[np.repeat(odd, 32, axis=1)].all()
 
 
 def _oracle(x, axis, spec):
@@ -179,6 +216,36 @@ def test_every_way_to_quantize_equals_the_reference(ops, rng, spec, axis):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_every_dtype_equals_the_reference(ops, rng, dtype, axis):
     _check(ops, rng, (130, 161), dtype, STOCHASTIC, axis)
+
+
+TILES = {"iht": IHT, "floor": OTHERS["floor"], "mxfp6": OTHERS["mxfp6"]}
+
+
+@pytest.mark.parametrize("spec", TILES.values(), ids=TILES)
+@pytest.mark.parametrize("shape", [(64, 64), (200, 328), (2048, 1536)], ids=str)
+def test_both_directions_in_one_read(ops, rng, shape, spec):
+    """Equal to each by itself; of ordinary data hardly a block differs from the reference's."""
+    x = rng.standard_normal(shape).astype(jnp.bfloat16)
+    wanted = [
+        reference.Wanted(stored, axis, spec, norms=stored)
+        for stored, axis in ((True, 0), (False, 1), (True, 1), (False, 0))
+    ]
+    _poison()
+    pairs = [jax.jit(lambda x, w=w: ops.views(x, *w))(x) for w in (wanted[:2], wanted[2:])]
+    alone = [jax.jit(lambda x, w=w: ops.views(x, w))(x)[0] for w in wanted]
+    for got, want in zip([*pairs[0], *pairs[1]], alone, strict=True):
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_array_equal(_bits(a), _bits(b))
+    for w, got in zip(wanted, alone, strict=True):
+        if w.stored:
+            with jax.default_device(jax.devices("cpu")[0]):
+                codes, scales, _ = map(np.asarray, reference.views(x, w)[0])
+            odd = _odd_blocks(got, codes, scales)
+            _assert_few_and_near(odd, got, x, w.axis, spec, limit=1e-4)
+
+
+def _bits(x):
+    return np.asarray(x).view(np.uint8)
 
 
 def _product(ops, spec, dtype, rhs_axis=0):
