@@ -67,11 +67,16 @@ def at(ptr, block, Q: tl.constexpr):
 
 
 @triton.jit
-def put(ptr, data, index, inside, Q: tl.constexpr):
-    """Stores data [N, W] of blocks `index` [N]."""
+def put(ptr, data, index, inside, Q: tl.constexpr, OWNERS: tl.constexpr = 1):
+    """Stores data [N, W] of blocks `index` [N], each of which OWNERS threads have in parts."""
     if Q.kind != "codes":
         to = as_words(ptr) + (index * 8)[:, None] + tl.arange(0, 8)[None, :]
         tl.store(to, data, mask=inside[:, None])
+    elif Q.m == 1 and OWNERS == 2:
+        # A dim for the owners, or the compiler would give whole blocks to threads.
+        part = 2 * tl.arange(0, 2)[:, None] + tl.arange(0, 2)[None, :]
+        to = as_words(ptr) + (index * 4)[:, None, None] + part[None, :, :]
+        tl.store(to, data.reshape(data.shape[0], 2, 2), mask=inside[:, None, None])
     elif Q.m == 1:
         to = as_words(ptr) + (index * 4)[:, None] + tl.arange(0, 4)[None, :]
         tl.store(to, data, mask=inside[:, None])

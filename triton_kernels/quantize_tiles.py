@@ -120,7 +120,8 @@ def _view(
 
     near = tl.minimum(tl.maximum(scale, low), high)
     sound = tl.zeros((N,), tl.int1)
-    put(at(data_ptr, origin, Q), encode(y, 0.0, near, sound, ref, N, Q), index, inside, Q)
+    data = encode(y, 0.0, near, sound, ref, N, Q)
+    put(at(data_ptr, origin, Q), data, index, inside, Q, 2)
     if Q.kind != "folded":
         put_scales(
             scale_ptr + origin,
@@ -132,7 +133,7 @@ def _view(
     if Q.norms:
         # The transform multiplies squares by its size.
         part = 1.0 / (Q.pre_scale * Q.pre_scale * Q.hadamard)
-        norm = tl.sum(tl.sum(y * y, 1).reshape(64, 2), 1) * part
+        norm = tl.sum((y * y).reshape(64, 64), 1) * part
         four = tl.zeros((64, 4), tl.int32)
         mask = (row + own < ROWS)[:, None] & (tl.arange(0, 4) == 0)[None, :]
         ptr = norm_ptr + (step // 64).to(tl.int64) * ROWS + row

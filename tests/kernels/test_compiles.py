@@ -189,12 +189,13 @@ def _sass(compiled):
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def test_hopper_rotates_by_wgmma_and_keeps_the_sums_in_registers(recorder):
+@pytest.mark.parametrize("stored", [False, True])
+def test_hopper_rotates_by_wgmma_and_keeps_the_sums_in_registers(recorder, stored):
     """What a thread has is what it stores: only the matrix goes through shared memory."""
     backend = Backend(MACHINES["9.0"], "fp8", processors=132)
-    wanted = Wanted(False, 0, IHT), Wanted(False, 1, IHT)
-    tiles, *_ = recorder.record(lambda x: backend.views(x, *wanted), _shape(8192, 8192))
-    assert tiles.name == "quantize_tiles"
+    wanted = Wanted(stored, 0, IHT), Wanted(False, 1, IHT)
+    launches = recorder.record(lambda x: backend.views(x, *wanted), _shape(8192, 8192))
+    (tiles,) = [launch for launch in launches if launch.name == "quantize_tiles"]
     assembly = tiles.compile(MACHINES["9.0"].target).asm["ptx"]
     assert len(re.findall(r"wgmma.mma_async\S*m64n64k16.f32.bf16.bf16", assembly)) == 8
     assert "cp.async.bulk.tensor" in assembly
