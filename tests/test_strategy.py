@@ -14,7 +14,7 @@ import pytest
 
 import adahop_jax as ah
 from adahop_jax import _strategy
-from adahop_jax._product import product, product_seeds, save
+from adahop_jax._product import product, product_seeds, sides
 from tests.oracle_product import CONTRACT, OPERANDS, contract
 
 R, C, N = "row", "column", "none"
@@ -142,15 +142,17 @@ def _planted(rng, rows, columns, pattern, count=16):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _product(name, lhs, rhs, plan):
-    seeds = product_seeds(name, plan, None)
-    if name == "wgrad":
-        lhs = save(lhs, plan=plan, seeds=seeds, backend=None)
+    plans, seeds = {name: plan}, {name: product_seeds(name, plan, None)}
+    left, right = (
+        sides(tensor, value, plans, seeds, backend=None)[name]
+        for tensor, value in zip(OPERANDS[name], (lhs, rhs), strict=True)
+    )
     return product(
         name,
-        lhs,
-        rhs,
+        left,
+        right,
         plan=plan,
-        seeds=seeds,
+        seeds=seeds[name],
         out_dtype=jnp.float32,
         precision=None,
         backend=None,

@@ -232,20 +232,20 @@ def test_both_directions_in_one_read(ops, rng, shape, spec):
     ]
     _poison()
     pairs = [jax.jit(lambda x, w=w: ops.views(x, *w))(x) for w in (wanted[:2], wanted[2:])]
-    alone = [jax.jit(lambda x, w=w: ops.views(x, w))(x)[0] for w in wanted]
-    for got, want in zip([*pairs[0], *pairs[1]], alone, strict=True):
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_array_equal(_bits(a), _bits(b))
-    for w, got in zip(wanted, alone, strict=True):
-        if w.stored:
-            with jax.default_device(jax.devices("cpu")[0]):
-                codes, scales, _ = map(np.asarray, reference.views(x, w)[0])
-            odd = _odd_blocks(got, codes, scales)
-            _assert_few_and_near(odd, got, x, w.axis, spec, limit=1e-4)
-
-
-def _bits(x):
-    return np.asarray(x).view(np.uint8)
+    for w, got in zip(wanted, [*pairs[0], *pairs[1]], strict=True):
+        alone = jax.jit(lambda x, w=w: ops.views(x, w))(x)[0]
+        if not w.stored:
+            # Rows alone are rotated by a butterfly, and have other reference exponents.
+            differ = (_values(got[0]) != _values(alone[0])).reshape(-1, 32).any(-1)
+            assert differ.sum() <= max(1, 1e-4 * differ.size)
+            continue
+        with jax.default_device(jax.devices("cpu")[0]):
+            codes, scales, norms = map(np.asarray, reference.views(x, w)[0])
+        odd = _odd_blocks(got, codes, scales)
+        _assert_few_and_near(odd, got, x, w.axis, spec, limit=1e-4)
+        differ = _odd_blocks(got, np.asarray(alone[0]), np.asarray(alone[1]))
+        assert differ.sum() <= max(1, 1e-4 * differ.size)
+        np.testing.assert_allclose(np.asarray(got[2]), norms, rtol=1e-5)
 
 
 def _product(ops, spec, dtype, rhs_axis=0):
