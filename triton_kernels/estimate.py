@@ -41,14 +41,15 @@ def speedup(
     operations = 2 * rows * columns * length
     bf16 = rates.kernel + operations / rates.bf16
     left, right = rows * length, columns * length
-    # BF16 in, FP8 out. What is stored is written as 4 bits and scales, and read again.
-    planned = operations / rates.fp8 + 3 * right / rates.quantize
-    planned += (
-        2.53 * left / rates.quantize + 1.56 * left / rates.fold
-        if stored
-        else 3 * left / rates.quantize
-    )
-    kernels = 5 if stored else 4
+    # Of X and dY, one read serves two products. What is stored is written as 4 bits and scales, and
+    # read again to become FP8.
+    if stored:
+        quantized, kernels = 1.53 * left + 2 * right, 6
+        planned = operations / rates.fp8 + 1.56 * left / rates.fold
+    else:
+        quantized, kernels = 2 * left + 3 * right, 6
+        planned = operations / rates.fp8
+    planned += quantized / rates.quantize
     if extracted is not None:
         # The side product reads the other operand; then selection, gathering and overwriting.
         planned += 2 * (right if extracted == "lhs" else left) / rates.read

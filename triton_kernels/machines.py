@@ -107,7 +107,7 @@ MACHINES = {
             rotates=True,
             pallas=4096,
             rates=Rates(
-                bf16=810e12, fp8=1520e12, quantize=3.4e12, fold=3.8e12, read=3.5e12, kernel=2e-6
+                bf16=810e12, fp8=1520e12, quantize=3.0e12, fold=3.8e12, read=3.5e12, kernel=2e-6
             ),
         ),
         Machine(
