@@ -167,9 +167,9 @@ def block_scales(bits, Q: tl.constexpr):
     else:
         largest: tl.constexpr = ((1 << Q.m) - 1) << (23 - Q.m)
         e = (bits >> 23) + ((bits & MANTISSA) > largest).to(tl.int32)
-    e = tl.where(bits < MIN_NORMAL, 0, e)
-    scale = tl.minimum(tl.maximum(e - 127 - Q.max_exponent, -127), 127 - Q.max_exponent)
-    return scale, bits >= EXPONENT
+    if Q.ends:
+        e = tl.minimum(tl.where(bits < MIN_NORMAL, 0, e), 254)
+    return tl.maximum(e - 127 - Q.max_exponent, -127), bits >= EXPONENT
 
 
 @triton.jit
@@ -186,8 +186,12 @@ def round_elements(y, noise, scale, ref, fault, Q: tl.constexpr):
 
     `noise` is uniform in [0, 1). y holds no subnormals.
     """
-    inverse = tl.where(fault, float("nan"), _any_power_of_two(-ref))[:, None]
-    unit = power_of_two(scale - ref)[:, None]
+    if Q.ends:
+        inverse = tl.where(fault, float("nan"), _any_power_of_two(-ref))[:, None]
+        unit = power_of_two(scale - ref)[:, None]
+    else:
+        inverse = tl.where(fault, float("nan"), from_bits((127 - ref) << 23))[:, None]
+        unit = from_bits((scale - ref + 127) << 23)[:, None]
     if Q.stochastic:
         q = y * inverse
         # The power of two below |q|, and not below the smallest normal element, which is 1.

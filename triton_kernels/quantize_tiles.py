@@ -177,7 +177,8 @@ def _kernel(
         column_matrix = tl.load(column_matrix_ptr + place)
     for t in tl.range(tl.program_id(0), DOWN * ACROSS, PROGRAMS, num_stages=STAGES):
         group = t // (GROUP * ACROSS)
-        height = min(DOWN - group * GROUP, GROUP)
+        # A constant where it can be one: the processor has no division.
+        height = GROUP if DOWN % GROUP == 0 else min(DOWN - group * GROUP, GROUP)
         row = (group * GROUP + t % (GROUP * ACROSS) % height) * 64
         column = t % (GROUP * ACROSS) // height * 64
         # Beyond x's edges, the descriptor loads zeros.
