@@ -3,6 +3,7 @@
 triton+pallas  Triton's kernels, and Pallas' for what these were measured to be faster at
 triton         Triton's kernels, on the best path that this GPU has: native, fp8 or bf16
 triton:fp8     on that path; likewise triton:native and triton:bf16
+pallas         Pallas' kernels alone, on Hopper; needs nothing but JAX
 reference      plain JAX, anywhere
 """
 
@@ -23,6 +24,7 @@ BACKENDS = (
     "triton:native",
     "triton:fp8",
     "triton:bf16",
+    "pallas",
     "reference",
 )
 """Names of backends, in order of preference."""
@@ -66,12 +68,18 @@ def _load(backend: str, device: jax.Device) -> tuple[str, Any, str]:
         return backend, importlib.import_module("adahop_jax.reference.operations"), ""
     if device.platform != "gpu":
         return backend, None, f"it needs a GPU, and JAX's default device is a {device.platform}"
+    for package in ("triton_kernels", "pallas_kernels"):
+        kernels = importlib.import_module(package)
+        if getattr(kernels, "MARKER", None) != "adahop_jax":
+            found = getattr(kernels, "__file__", None)
+            return backend, None, f"`{package}` is another package: {found}; uninstall it"
+    if backend == "pallas":
+        found = getattr(device, "compute_capability", "unknown")
+        if found != "9.0":
+            return backend, None, f"its architecture is {found}, and Pallas' kernels are for 9.0"
+        pallas = importlib.import_module("pallas_kernels.operations")
+        return f"{backend}:fp8", pallas.Backend(device.core_count), ""
     try:
-        for package in ("triton_kernels", "pallas_kernels"):
-            kernels = importlib.import_module(package)
-            if getattr(kernels, "MARKER", None) != "adahop_jax":
-                found = getattr(kernels, "__file__", None)
-                return backend, None, f"`{package}` is another package: {found}; uninstall it"
         machines = importlib.import_module("triton_kernels.machines")
         operations = importlib.import_module("triton_kernels.operations")
     except ImportError as error:

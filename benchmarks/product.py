@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 
 import adahop_jax as ah
+from adahop_jax._view import View
 from benchmarks import floor, timing
 from benchmarks.report import Table
 from benchmarks.shapes import SQUARE
 from benchmarks.timing import Job, Time
-from triton_kernels._view import View
 from triton_kernels.machines import MatmulTile, machine_of
 from triton_kernels.native import native_matmul
 

@@ -13,7 +13,7 @@ Lowered by Mosaic GPU, whose own terms these are: wgmma, TMA, barriers, a task f
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from adahop_jax.reference.bits import power_of_two
+from adahop_jax._view import View
+from adahop_jax.reference.hadamard import pad
+from pallas_kernels import _warpgroup as wg
+from pallas_kernels._blocks import power_of_two
+from pallas_kernels._launch import launch
 
 TILE = 128
 """Rows, columns and depth of what a warpgroup multiplies at a time."""
@@ -40,22 +44,41 @@ REGISTERS = {"load": 40, "multiply": 232}
 """Of a thread: what loads needs few, and leaves its share to those that hold sums."""
 
 
-def takes(m: int, n: int, k: int) -> bool:
-    """Whether `matmul` takes a product of these sizes: of whole tiles."""
-    return m % TILE == n % TILE == k % TILE == 0
+class Inputs(NamedTuple):
+    """What is read.
+
+    Attributes:
+      a, b: FP8 (rows, length) and (columns, length).
+      a_refs, b_refs: int32, exponents that their rows were divided by, up to whole tiles.
+    """
+
+    a: Any
+    b: Any
+    a_refs: Any
+    b_refs: Any
+
+
+class Scratch(NamedTuple):
+    """What a block has to itself.
+
+    Attributes:
+      a, b: rings of tiles.
+      y: a part of a result's tile, for each worker.
+      full, empty: barriers of the rings' slots. A barrier's phases count for one worker only, so
+        each has a set of its own.
+      turn: a barrier for each worker, who waits for it to multiply.
+    """
+
+    a: Any
+    b: Any
+    y: Any
+    full: Any
+    empty: Any
+    turn: Any
 
 
 def matmul(
-    a: jax.Array,
-    a_refs: jax.Array,
-    b: jax.Array,
-    b_refs: jax.Array,
-    *,
-    scale: float,
-    chunk: int,
-    dtype: jnp.dtype,
-    processors: int,
-    interpret: Any = None,
+    a: View, b: View, *, scale: float, chunk: int, dtype: jnp.dtype, processors: int
 ) -> jax.Array:
     """a @ b^T, `scale` times, from folded operands.
 
@@ -63,72 +86,47 @@ def matmul(
     writes the result once.
 
     Args:
-      a: FP8 (rows, length); every size a multiple of `TILE`.
-      a_refs: uint8 (rows,), exponents + 127 that a's rows were divided by.
-      b: FP8 (columns, length).
-      b_refs: uint8 (columns,), likewise.
+      a: folded (rows, length), length a multiple of 16.
+      b: folded (columns, length).
       scale: a factor that undoes transform and pre-scales.
       chunk: elements that the FP8 units may sum before float32 takes over.
       dtype: of the result, bfloat16, float16 or float32.
       processors: of the GPU.
-      interpret: `InterpretGPUParams` to run on a CPU.
 
     Returns:
       (rows, columns) of `dtype`.
     """
-    (m, _), n = a.shape, b.shape[0]
+    (m, _), n = a.data.shape, b.data.shape[0]
     itemsize = jnp.dtype(dtype).itemsize
-    tiled, stored = _layout(TILE, 1), _layout(STORED // itemsize, itemsize)
-
-    @jax.custom_batching.sequential_vmap
-    def call(a: jax.Array, b: jax.Array, refs: jax.Array) -> jax.Array:
-        return plgpu.kernel(
-            functools.partial(_kernel, scale=scale, at_once=chunk // TILE),
-            out_type=jax.ShapeDtypeStruct((m, n), dtype),
-            scratch_types=(
-                plgpu.SMEM((SLOTS, TILE, TILE), a.dtype, transforms=tiled),
-                plgpu.SMEM((SLOTS, TILE, TILE), b.dtype, transforms=tiled),
-                plgpu.SMEM((WORKERS, TILE, STORED // itemsize), dtype, transforms=stored),
-                # A barrier's phases count for one worker only, so each has a set of its own.
-                plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS * SLOTS),
-                plgpu.Barrier(num_barriers=WORKERS * SLOTS),
-                plgpu.Barrier(num_barriers=WORKERS),
-            ),
-            grid=(processors,),
-            grid_names=("block",),
-            num_threads=WORKERS + 1,
-            thread_name="warpgroup",
-            interpret=interpret,
-        )(a, b, refs)
-
-    return call(a, b, jnp.concatenate([a_refs, b_refs]).astype(jnp.int32) - 127)
+    refs = (pad(view.refs[None, :], axis=1, multiple=TILE)[0] for view in (a, b))
+    # TMA wants rows of a multiple of 16 bytes.
+    width = n + -n % (wg.VECTOR_BYTES // itemsize)
+    y = launch(
+        functools.partial(_kernel, scale=scale, at_once=chunk // TILE),
+        Inputs(a.data, b.data, *(r.astype(jnp.int32) - 127 for r in refs)),
+        jax.ShapeDtypeStruct((m, width), dtype),
+        grid=(processors,),
+        grid_names=("block",),
+        scratch=Scratch(
+            wg.shared((SLOTS, TILE, TILE), a.data.dtype),
+            wg.shared((SLOTS, TILE, TILE), b.data.dtype),
+            wg.shared((WORKERS, TILE, STORED // itemsize), dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=WORKERS * SLOTS),
+            plgpu.Barrier(num_barriers=WORKERS * SLOTS),
+            plgpu.Barrier(num_barriers=WORKERS),
+        ),
+        warpgroups=WORKERS + 1,
+    )
+    return y[:, :n]
 
 
-def _layout(width: int, itemsize: int) -> tuple[Any, ...]:
-    """How rows of `width` elements lie in shared memory."""
-    swizzle = plgpu.find_swizzle(width * itemsize * 8)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
-
-
-def _kernel(
-    a: Any,
-    b: Any,
-    refs: Any,
-    y: Any,
-    a_ring: Any,
-    b_ring: Any,
-    y_part: Any,
-    full: Any,
-    empty: Any,
-    turn: Any,
-    *,
-    scale: float,
-    at_once: int,
-) -> None:
+def _kernel(inputs: Inputs, y: Any, scratch: Scratch, *, scale: float, at_once: int) -> None:
     """A block: every `processors`-th tile. `step` counts what it loads, over all of its tiles."""
+    a, b, a_refs, b_refs = inputs
+    a_ring, b_ring, y_part, full, empty, turn = scratch
     (m, k), n = a.shape, b.shape[0]
-    steps = k // TILE
-    down, across = m // TILE, n // TILE
+    steps = pl.cdiv(k, TILE)
+    down, across = pl.cdiv(m, TILE), pl.cdiv(n, TILE)
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tiles = lax.div(down * across - block + blocks - 1, blocks)
     warpgroup = lax.axis_index("warpgroup")
@@ -186,9 +184,9 @@ def _kernel(
                 plgpu.barrier_wait(turn.at[warpgroup])
 
             total = _sum(tile * steps, (tile + 1) * steps, pass_on=tile + 1 < tiles)
-            y_tile = _unfold(total, _load_refs(row, 1), _load_refs(m + column, 0), scale).astype(
-                y.dtype
-            )
+            y_tile = _unfold(
+                total, _load_refs(a_refs, row, 1), _load_refs(b_refs, column, 0), scale
+            ).astype(y.dtype)
             width = STORED // y.dtype.itemsize
             for at in range(0, TILE, width):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -198,7 +196,7 @@ def _kernel(
                     y_part.at[warpgroup], y.at[pl.ds(row, TILE), pl.ds(column + at, width)]
                 )
 
-        def _load_refs(first: jax.Array, reduced: int) -> jax.Array:
+        def _load_refs(refs: Any, first: jax.Array, reduced: int) -> jax.Array:
             return plgpu.load(
                 refs.at[pl.ds(first, TILE)],
                 layout=plgpu.Layout.WGMMA.reduce(reduced),
@@ -256,15 +254,10 @@ def _unfold(total: jax.Array, row: jax.Array, column: jax.Array, scale: float) -
     row_easy = jnp.minimum(jnp.maximum(row, -EASY), EASY)
     column_easy = jnp.minimum(jnp.maximum(column, -EASY), EASY)
     for factor, dim in (
-        (_power_of_two(row_easy) * scale, 0),
-        (_power_of_two(column_easy), 1),
-        (_power_of_two(row - row_easy), 0),
-        (_power_of_two(column - column_easy), 1),
+        (power_of_two(row_easy) * scale, 0),
+        (power_of_two(column_easy), 1),
+        (power_of_two(row - row_easy), 0),
+        (power_of_two(column - column_easy), 1),
     ):
         total = total * lax.broadcast_in_dim(factor, total.shape, [dim])
     return total
-
-
-def _power_of_two(e: jax.Array) -> jax.Array:
-    """2^e as float32, for int32 e clamped to [-126, 127]."""
-    return power_of_two(jnp.minimum(jnp.maximum(e, -126), 127))

@@ -18,6 +18,8 @@ MAX_LINES = {"adahop_jax": 400, "train": 400, "triton_kernels": 600, "pallas_ker
 LAYERS = (
     {"_formats", "_shapes", "_devices"},
     {"reference"},
+    {"_view"},
+    {"_kernels"},
     {"_plan", "_plan_json", "_strategy", "_patterns", "_random", "_sharding"},
     {"_dispatch"},
     {"_mxarray"},
@@ -31,8 +33,9 @@ LAYERS = (
 )
 RANK = {module: rank for rank, layer in enumerate(LAYERS) for module in layer}
 
-# Of the library, what kernels may import: formats, and the operations whose contract they fulfil.
-BELOW_KERNELS = {"_formats", "reference"}
+# Of the library, what kernels may import: formats, the operations whose contract they fulfil, and
+# what a backend made of kernels is.
+BELOW_KERNELS = {"_formats", "reference", "_view", "_kernels"}
 
 
 def _files(*folders: str) -> list[Path]:

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 from adahop_jax._formats import MXFormat, OperandSpec
+from adahop_jax._view import View
 from triton_kernels import _launch
 from triton_kernels._blocks import as_words, fp8_word, fp8_words, power_of_two, values_of
-from triton_kernels._view import View, constants, view_shapes
+from triton_kernels._constants import constants, view_shapes
 from triton_kernels._write import put
 from triton_kernels.machines import Machine
 

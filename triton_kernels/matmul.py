@@ -14,14 +14,11 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from adahop_jax._view import CHUNK, View
 from adahop_jax.reference.bits import rounded
 from triton_kernels import _launch
 from triton_kernels._blocks import power_of_two
-from triton_kernels._view import View
 from triton_kernels.machines import Machine, MatmulTile
-
-CHUNK = {"plain": 2048, "rotated": 8192}
-"""Elements summed by the FP8 units before the sum is continued in float32."""
 
 LEAST_SHARE = 2048
 """Elements of the contracted axis that are worth a program of their own."""

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from adahop_jax._view import View
 from triton_kernels import _launch
-from triton_kernels._view import View
 from triton_kernels.machines import Machine
 
 

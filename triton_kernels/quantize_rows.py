@@ -4,6 +4,7 @@ import jax
 import triton
 import triton.language as tl
 
+from adahop_jax._view import Request, View
 from triton_kernels import _launch
 from triton_kernels._blocks import (
     as_words,
@@ -16,7 +17,7 @@ from triton_kernels._blocks import (
     stack_loads,
     uniform,
 )
-from triton_kernels._view import Request, View, constants, prepared, view_shapes
+from triton_kernels._constants import constants, prepared, view_shapes
 from triton_kernels._write import encode, put, put_scales
 from triton_kernels.machines import Machine
 

@@ -17,17 +17,10 @@ import triton
 import triton.language as tl
 
 from adahop_jax._formats import OperandSpec
+from adahop_jax._view import BLOCK, Request, View, block_signs
 from triton_kernels import _launch
 from triton_kernels._blocks import block_scales, largest_bits
-from triton_kernels._view import (
-    BLOCK,
-    Constants,
-    Request,
-    View,
-    block_signs,
-    constants,
-    view_shapes,
-)
+from triton_kernels._constants import Constants, constants, view_shapes
 from triton_kernels._write import at, encode, put, put_scales
 from triton_kernels.machines import Machine
 from triton_kernels.settle import guess, settle

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from triton_kernels import _launch
 from triton_kernels._blocks import block_scales, largest_bits, rotate, uniform
-from triton_kernels._view import Constants
+from triton_kernels._constants import Constants
 from triton_kernels._write import encode, put, put_scales
 
 GUESSED = 128

@@ -36,7 +36,7 @@ def encode(
     magnitude = x_bits & b.MAGNITUDE
     magnitude = jnp.where(magnitude < b.MIN_NORMAL, 0, magnitude)
     largest = magnitude.max(axis=axis + 1, keepdims=True)
-    scale = _scale_exponent(largest, fmt, scale_rule)
+    scale = scale_exponent(largest, fmt, scale_rule)
 
     scaled = b.from_bits(magnitude) * b.power_of_two(-scale)
     binade = jnp.maximum(b.exponent(b.to_bits(scaled)), fmt.min_exponent)
@@ -56,6 +56,30 @@ def encode(
     codes = jnp.where(fault, 0, code).astype(jnp.uint8).reshape(x.shape)
     scales = jnp.where(fault, SCALE_NAN, scale + SCALE_BIAS).astype(jnp.uint8)
     return codes, scales.squeeze(axis + 1)
+
+
+def scale_exponent(largest: jax.Array, fmt: MXFormat, rule: ScaleRule) -> jax.Array:
+    """Exponent of a block's scale.
+
+    Args:
+      largest: int32 bits of the float32 magnitude that is the block's largest, no subnormal.
+      fmt: the format.
+      rule: "even", "floor" or "ceil".
+
+    Returns:
+      int32 of the same shape, in [-127, `fmt.max_scale_exponent`]; any where a magnitude is not
+      finite.
+    """
+    m = fmt.mantissa_bits
+    match rule:
+        case "floor":
+            e = b.exponent(largest)
+        case "even":
+            e = b.exponent(largest + (1 << (F32_MANTISSA_BITS - 1 - m)))
+        case "ceil":
+            top = ((1 << m) - 1) << (F32_MANTISSA_BITS - m)
+            e = b.exponent(largest) + ((largest & b.MANTISSA) > top).astype(jnp.int32)
+    return jnp.clip(e - fmt.max_exponent, -SCALE_BIAS, fmt.max_scale_exponent)
 
 
 def decode(codes: jax.Array, scales: jax.Array, *, axis: int, fmt: MXFormat) -> jax.Array:
@@ -115,20 +139,6 @@ def unpack(packed: jax.Array, *, axis: int, fmt: MXFormat) -> jax.Array:
     mask = (1 << fmt.element_bits) - 1
     codes = [(word >> (fmt.element_bits * i)) & mask for i in range(fmt.pack_group)]
     return _ungroup(jnp.concatenate(codes, axis + 1), axis).astype(jnp.uint8)
-
-
-def _scale_exponent(largest: jax.Array, fmt: MXFormat, rule: ScaleRule) -> jax.Array:
-    """Exponent of a block's scale from the float32 bits of its largest magnitude."""
-    m = fmt.mantissa_bits
-    match rule:
-        case "floor":
-            e = b.exponent(largest)
-        case "even":
-            e = b.exponent(largest + (1 << (F32_MANTISSA_BITS - 1 - m)))
-        case "ceil":
-            top = ((1 << m) - 1) << (F32_MANTISSA_BITS - m)
-            e = b.exponent(largest) + ((largest & b.MANTISSA) > top).astype(jnp.int32)
-    return jnp.clip(e - fmt.max_exponent, -SCALE_BIAS, fmt.max_scale_exponent)
 
 
 def _split(x: jax.Array, axis: int, fmt: MXFormat) -> jax.Array:

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from triton_kernels import _launch
 from triton_kernels.machines import MACHINES
 
 TYPES = {
@@ -22,6 +23,12 @@ TYPES = {
 }
 POISON = 0xA5
 MACHINE = dataclasses.replace(MACHINES["9.0"], target=("interpreter", "", 32))
+
+
+def install(monkeypatch):
+    """Puts the interpreter in place of jax-triton."""
+    monkeypatch.setattr(_launch, "launch", launch)
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
 class _Storage:
