@@ -63,7 +63,7 @@ def block_scales(y: jax.Array, spec: OperandSpec) -> tuple[jax.Array, jax.Array]
 def round_elements(
     y: jax.Array,
     scale: jax.Array,
-    fault: jax.Array,
+    top: jax.Array,
     ref: jax.Array,
     noise: jax.Array | None,
     spec: OperandSpec,
@@ -74,14 +74,14 @@ def round_elements(
 
     Args:
       y: rotated blocks (THREADS, 32).
-      scale, fault: of the blocks, from `block_scales`.
+      scale, top: of the blocks, from `block_scales`.
       ref: int32 (THREADS,), the exponent that they are divided by.
       noise: float32 (THREADS, 32), uniform in [0, 1), to round stochastically; or None.
       spec: how they are quantized.
       careful: whether a block may be too large for its scale.
     """
     m = spec.mx.mantissa_bits
-    q = y * wg.across(jnp.where(fault, jnp.nan, power_of_two(-ref)), BLOCK)
+    q = y * wg.across(jnp.where(top < b.INFINITY, power_of_two(-ref), jnp.nan), BLOCK)
     # The smallest normal element is 1; below it, steps are as wide as just above.
     unit = power_of_two(scale - ref)
     binade = jnp.maximum(b.from_bits(b.to_bits(q) & b.INFINITY), wg.across(unit, BLOCK))
@@ -93,23 +93,24 @@ def round_elements(
     else:
         inverse = b.from_bits((254 << F32_MANTISSA_BITS) - b.to_bits(binade))
         steps = jnp.abs(q) * inverse * (1 << m)
-        whole = jnp.floor(steps)
+        whole = steps.astype(jnp.int32).astype(jnp.float32)
         whole = whole + (noise < steps - whole).astype(jnp.float32)
         magnitude = whole * (binade * 2.0**-m)
         r = b.from_bits(b.to_bits(magnitude) | (b.to_bits(q) & b.SIGN))
+        r = jnp.where(jnp.abs(q) < jnp.inf, r, jnp.nan)
     if careful or spec.scale_rule == "floor":
         largest = wg.across(unit * spec.mx.max_value, BLOCK)
         r = jnp.minimum(jnp.maximum(r, -largest), largest)
     return r
 
 
-def packed(r: jax.Array, y: jax.Array, fault: jax.Array, fmt: MXFormat) -> jax.Array:
+def packed(r: jax.Array, y: jax.Array, top: jax.Array, fmt: MXFormat) -> jax.Array:
     """Elements at scale 1 as bytes, uint8 (THREADS, bytes): a bit stream, low bits first.
 
     Args:
       r: elements (THREADS, 32).
       y: what was rounded: where r is a zero, the sign is y's.
-      fault: of the blocks, whose codes are zeros.
+      top: of the blocks, from `block_scales`; with a fault, codes are zeros.
       fmt: the format.
     """
     m, magnitude = fmt.mantissa_bits, jnp.abs(r)
@@ -119,7 +120,7 @@ def packed(r: jax.Array, y: jax.Array, fault: jax.Array, fmt: MXFormat) -> jax.A
     fields = jnp.where(magnitude < 1.0, below, b.to_bits(magnitude))
     code = (fields >> (F32_MANTISSA_BITS - m)) - (126 << m)
     sign = (b.to_bits(y) >> (31 - fmt.magnitude_bits)) & (1 << fmt.magnitude_bits)
-    code = jnp.where(wg.across(fault, BLOCK), 0, code | sign)
+    code = jnp.where(wg.across(top, BLOCK) < b.INFINITY, code | sign, 0)
 
     codes = wg.columns_of(code)
     group, bits = fmt.pack_group, fmt.element_bits

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from adahop_jax.reference.hadamard import pad
+
 THREADS = 128
 VECTOR_BYTES = 16
 ROWS = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
@@ -78,11 +80,6 @@ def shared(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def as_column(per_row: jax.Array) -> jax.Array:
-    """(THREADS,) -> (THREADS, 1)."""
-    return across(per_row, 1)
-
-
 def interleaved(parts: tuple[jax.Array, ...]) -> jax.Array:
     """Several (THREADS, n) -> (THREADS, several * n): the first columns of all, then the next."""
     if len(parts) == 1:
@@ -105,3 +102,13 @@ def each(value: float) -> jax.Array:
 def iota(width: int, dimension: int) -> jax.Array:
     """int32 (THREADS, width), numbered along a dimension."""
     return plgpu.broadcasted_iota(jnp.int32, (THREADS, width), dimension, layout=ROWS)
+
+
+def whole(x: jax.Array) -> jax.Array:
+    """Zeros after the ends of a 2-D array, up to whole tiles: TMA's tiles have to be whole."""
+    return pad(pad(x, axis=0, multiple=THREADS), axis=1, multiple=THREADS)
+
+
+def whole_vector(x: jax.Array) -> jax.Array:
+    """Zeros after the end of a 1-D array, likewise."""
+    return pad(x[None, :], axis=1, multiple=THREADS)[0]

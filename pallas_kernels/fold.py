@@ -34,8 +34,8 @@ class Inputs(NamedTuple):
 
     Attributes:
       codes: uint8 (rows, bytes).
-      scales: uint8 (blocks, rows), up to whole tiles.
-      refs: int32 (rows,), reference exponents + 127, up to whole tiles.
+      scales: uint8 (blocks, rows).
+      refs: int32 (rows,), reference exponents + 127.
     """
 
     codes: Any
@@ -86,21 +86,18 @@ def fold(codes: jax.Array, scales: jax.Array, *, fmt: MXFormat) -> View:
     Returns:
       A folded `View`, of whole blocks.
     """
-    rows, blocks = scales.shape
-    to = FOLDS[fmt.name]
+    (rows, blocks), to = scales.shape, FOLDS[fmt.name]
     top = jnp.max(jnp.where(scales == SCALE_NAN, 0, scales), axis=1).astype(jnp.int32)
     refs = jnp.maximum(top - to.top, 0)
-    grid = pl.cdiv(rows, wg.THREADS), pl.cdiv(blocks, CHUNKS * BLOCKS)
-    whole = pad(scales.T, axis=0, multiple=CHUNKS * BLOCKS)
+    # Whole programs of whole tiles; of zeros, whatever their scales.
+    scales = pad(pad(scales, axis=0, multiple=wg.THREADS), axis=1, multiple=CHUNKS * BLOCKS)
+    all_rows, all_blocks = scales.shape
+    missing = (all_rows - rows, fmt.packed_length(all_blocks * BLOCK) - codes.shape[1])
     data = launch(
         functools.partial(_kernel, fmt=fmt),
-        Inputs(
-            pad(codes, axis=1, multiple=wg.VECTOR_BYTES),
-            pad(whole, axis=1, multiple=wg.THREADS),
-            pad(refs[None, :], axis=1, multiple=wg.THREADS)[0],
-        ),
-        jax.ShapeDtypeStruct((rows, blocks * BLOCK), to.dtype),
-        grid=grid,
+        Inputs(jnp.pad(codes, [(0, size) for size in missing]), scales.T, wg.whole_vector(refs)),
+        jax.ShapeDtypeStruct((all_rows, all_blocks * BLOCK), to.dtype),
+        grid=(all_rows // wg.THREADS, all_blocks // (CHUNKS * BLOCKS)),
         grid_names=("down", "across"),
         scratch=(
             wg.shared((CHUNKS, wg.THREADS, fmt.packed_length(CHUNK)), jnp.uint8),
@@ -108,4 +105,4 @@ def fold(codes: jax.Array, scales: jax.Array, *, fmt: MXFormat) -> View:
             plgpu.Barrier(num_barriers=CHUNKS),
         ),
     )
-    return View(data, None, refs.astype(jnp.uint8), None)
+    return View(data[:rows, : blocks * BLOCK], None, refs.astype(jnp.uint8), None)

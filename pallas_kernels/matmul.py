@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from adahop_jax._view import View
-from adahop_jax.reference.hadamard import pad
 from pallas_kernels import _warpgroup as wg
 from pallas_kernels._blocks import power_of_two
 from pallas_kernels._launch import launch
@@ -48,8 +47,8 @@ class Inputs(NamedTuple):
     """What is read.
 
     Attributes:
-      a, b: FP8 (rows, length) and (columns, length).
-      a_refs, b_refs: int32, exponents that their rows were divided by, up to whole tiles.
+      a, b: FP8 (rows, length) and (columns, length), of whole tiles.
+      a_refs, b_refs: int32, exponents that their rows were divided by.
     """
 
     a: Any
@@ -86,7 +85,7 @@ def matmul(
     writes the result once.
 
     Args:
-      a: folded (rows, length), length a multiple of 16.
+      a: folded (rows, length); whole tiles are read as they are, others are padded first.
       b: folded (columns, length).
       scale: a factor that undoes transform and pre-scales.
       chunk: elements that the FP8 units may sum before float32 takes over.
@@ -96,15 +95,14 @@ def matmul(
     Returns:
       (rows, columns) of `dtype`.
     """
-    (m, _), n = a.data.shape, b.data.shape[0]
+    m, n = a.data.shape[0], b.data.shape[0]
     itemsize = jnp.dtype(dtype).itemsize
-    refs = (pad(view.refs[None, :], axis=1, multiple=TILE)[0] for view in (a, b))
-    # TMA wants rows of a multiple of 16 bytes.
-    width = n + -n % (wg.VECTOR_BYTES // itemsize)
+    sides = wg.whole(a.data), wg.whole(b.data)
+    refs = (wg.whole_vector(view.refs).astype(jnp.int32) - 127 for view in (a, b))
     y = launch(
         functools.partial(_kernel, scale=scale, at_once=chunk // TILE),
-        Inputs(a.data, b.data, *(r.astype(jnp.int32) - 127 for r in refs)),
-        jax.ShapeDtypeStruct((m, width), dtype),
+        Inputs(*sides, *refs),
+        jax.ShapeDtypeStruct((sides[0].shape[0], sides[1].shape[0]), dtype),
         grid=(processors,),
         grid_names=("block",),
         scratch=Scratch(
@@ -117,7 +115,7 @@ def matmul(
         ),
         warpgroups=WORKERS + 1,
     )
-    return y[:, :n]
+    return y[:m, :n]
 
 
 def _kernel(inputs: Inputs, y: Any, scratch: Scratch, *, scale: float, at_once: int) -> None:
@@ -125,8 +123,8 @@ def _kernel(inputs: Inputs, y: Any, scratch: Scratch, *, scale: float, at_once: 
     a, b, a_refs, b_refs = inputs
     a_ring, b_ring, y_part, full, empty, turn = scratch
     (m, k), n = a.shape, b.shape[0]
-    steps = pl.cdiv(k, TILE)
-    down, across = pl.cdiv(m, TILE), pl.cdiv(n, TILE)
+    steps = k // TILE
+    down, across = m // TILE, n // TILE
     block, blocks = lax.axis_index("block"), lax.axis_size("block")
     tiles = lax.div(down * across - block + blocks - 1, blocks)
     warpgroup = lax.axis_index("warpgroup")

@@ -11,8 +11,8 @@ guess nearly always serves. Beside the data, the extremes of all scales are writ
 that did not fit, or hold values near the ends of float32's range, are done again, carefully, by
 the same kernel and with the exponents that are known by then.
 
-Lowered by Mosaic GPU: TMA loads and stores whole tiles, its edges included, and layouts say which
-thread has what, so that nothing moves between threads unasked.
+Lowered by Mosaic GPU: TMA loads and stores tiles, and layouts say which thread has what, so that
+nothing moves between threads unasked. Tiles are whole: what is not is padded beforehand.
 """
 
 import dataclasses
@@ -28,7 +28,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from adahop_jax._formats import OperandSpec
 from adahop_jax._view import BLOCK, FOLDS, Request, View, block_signs
 from adahop_jax.reference import bits as b
-from adahop_jax.reference.hadamard import pad
 from adahop_jax.reference.operations import rotate as rotate_beforehand
 from adahop_jax.reference.operations import squared_norms
 from pallas_kernels import _warpgroup as wg
@@ -91,7 +90,7 @@ class Inputs(NamedTuple):
     """What a view's tiles are made from, besides x; None where it is not needed.
 
     Attributes:
-      refs: int32 (rows,), the rows' reference exponents, up to whole tiles.
+      refs: int32 (rows,), the rows' reference exponents.
       signs: float32 (32,).
       seed: uint32 (2,).
       again: int32 (tiles,), which tiles of rows are to be done; None for all.
@@ -104,11 +103,11 @@ class Inputs(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What is written of a view, with rows up to whole tiles but in `data`; None where it is not.
+    """What is written of a view, of whole tiles; None where it is not.
 
     Attributes:
       data: FP8 (rows, length), or uint8 (rows, bytes).
-      scales: uint8 (rows, blocks), E8M0, blocks up to whole tiles too, unless folded.
+      scales: uint8 (rows, blocks), E8M0, unless folded.
       extremes: of scales.
       norms: float32 (tiles in a row, rows), parts of the squared norms.
     """
@@ -181,22 +180,21 @@ def _quantize(given: Inputs, written: Results, own: Scratch, tile: Any, nth: Any
         least, largest, norm = seen
         plgpu.barrier_wait(own.arrived.at[i])
         values = (wg.load_rows if cut.axis else wg.load_columns)(own.x.at[i])
-        data, scales = [], []
+        data = []
         for j in range(per_chunk):
             block = values[:, j * BLOCK : (j + 1) * BLOCK].astype(jnp.float32)
             norm = norm + jnp.sum(block * block, axis=1) if cut.norms else norm
             noise = _noise(given, tile * TILE, nth * TILE + i * CHUNK + j * BLOCK, cut)
             y = rotate(block, cut.spec, signs, careful=cut.careful)
             scale, top = block_scales(y, cut.spec)
-            fault = top >= b.INFINITY
             # Zeros and faults fit everywhere.
-            counts = (top > 0) & ~fault
+            counts = (top > 0) & (top < b.INFINITY)
             least = jnp.minimum(least, jnp.where(counts, scale, UNSEEN[0]))
             largest = jnp.maximum(largest, jnp.where(counts, scale, UNSEEN[1]))
             r = round_elements(
                 y,
                 scale,
-                fault,
+                top,
                 ref if cut.folded else scale,
                 noise,
                 cut.spec,
@@ -205,18 +203,14 @@ def _quantize(given: Inputs, written: Results, own: Scratch, tile: Any, nth: Any
             if cut.folded:
                 data.append(wg.in_vectors(r).astype(cut.dtype))
             else:
-                data.append(wg.in_vectors(packed(r, y, fault, cut.spec.mx)))
-                scales.append(wg.as_column(jnp.where(fault, 255, scale + 127)))
-        nth_chunk = nth * CHUNKS + i
-        if not cut.folded:
-            to = written.scales.at[rows, pl.ds(nth_chunk * per_chunk, per_chunk)]
-            to[...] = wg.in_vectors(wg.beside(scales).astype(jnp.uint8))
+                data.append(wg.in_vectors(packed(r, y, top, cut.spec.mx)))
+                byte = jnp.where(top < b.INFINITY, scale + 127, 255).astype(jnp.uint8)
+                written.scales.at[rows, (nth * CHUNKS + i) * per_chunk + j][...] = byte
         own.data.at[i][...] = wg.beside(data)
         plgpu.commit_smem()
         width = cut.width(CHUNK)
-        plgpu.copy_smem_to_gmem(
-            own.data.at[i], written.data.at[rows, pl.ds(nth_chunk * width, width)]
-        )
+        place = pl.ds((nth * CHUNKS + i) * width, width)
+        plgpu.copy_smem_to_gmem(own.data.at[i], written.data.at[rows, place])
         return least, largest, norm
 
     start = wg.each(UNSEEN[0]), wg.each(UNSEEN[1]), wg.each(0.0)
@@ -268,10 +262,9 @@ def quantize(x: jax.Array, *wanted: tuple[int, Request]) -> list[View]:
             return [view for w in wanted for view in quantize(x, w)]
         return [_large(x, *wanted[0])]
     shape = x.shape
-    # TMA wants rows of a multiple of 16 bytes.
-    x = pad(x, axis=1, multiple=wg.VECTOR_BYTES // x.dtype.itemsize)
+    x = wg.whole(x)
     cuts, given = zip(*(_asked(x, axis, request) for axis, request in wanted), strict=True)
-    results = _launched(x, cuts, given, tuple(_memory(shape, cut) for cut in cuts))
+    results = _launched(x, cuts, given, tuple(_memory(x.shape, cut) for cut in cuts))
     return [
         _view(_settled(x, cut, *of_view), cut, shape)
         for cut, *of_view in zip(cuts, given, results, strict=True)
@@ -306,21 +299,16 @@ def _guess(x: jax.Array, cut: Cut) -> jax.Array:
     # A rotated block's largest value is some four times its values' usual size.
     more = 2 if cut.spec.hadamard else 0
     expected = b.exponent(b.to_bits(largest)) - cut.spec.mx.max_exponent + more
-    ref = jnp.clip(expected, TRUSTED[0] - fold.low, TRUSTED[1] - fold.top)
-    return pad(ref[None, :], axis=1, multiple=TILE)[0]
+    return jnp.clip(expected, TRUSTED[0] - fold.low, TRUSTED[1] - fold.top)
 
 
 def _memory(shape: tuple[int, ...], cut: Cut) -> Results:
-    """Shapes and dtypes of what is written."""
+    """Shapes and dtypes of what is written, for x of whole tiles."""
     rows, length = shape[1 - cut.axis], shape[cut.axis]
-    down, across = pl.cdiv(rows, TILE), pl.cdiv(length, TILE)
-    width = cut.width(cut.spec.padded_length(length))
-    each = jax.ShapeDtypeStruct((across, down * TILE), jnp.int32)
+    each = jax.ShapeDtypeStruct((length // TILE, rows), jnp.int32)
     return Results(
-        data=jax.ShapeDtypeStruct((rows, width + -width % wg.VECTOR_BYTES), cut.dtype),
-        scales=None
-        if cut.folded
-        else jax.ShapeDtypeStruct((down * TILE, across * (TILE // BLOCK)), jnp.uint8),
+        data=jax.ShapeDtypeStruct((rows, cut.width(length)), cut.dtype),
+        scales=None if cut.folded else jax.ShapeDtypeStruct((rows, length // BLOCK), jnp.uint8),
         extremes=Extremes(each, each),
         norms=jax.ShapeDtypeStruct(each.shape, jnp.float32) if cut.norms else None,
     )
@@ -343,7 +331,7 @@ def _launched(
         functools.partial(_kernel, cuts=cuts),
         (x, given),
         results,
-        grid=(pl.cdiv(x.shape[0], TILE), pl.cdiv(x.shape[1], TILE)),
+        grid=(x.shape[0] // TILE, x.shape[1] // TILE),
         grid_names=("down", "across"),
         scratch=tuple(scratch),
     )
@@ -370,13 +358,12 @@ def _settled(x: jax.Array, cut: Cut, given: Inputs, results: Results) -> tuple[R
 
 
 def _view(settled: tuple[Results, jax.Array], cut: Cut, shape: tuple[int, ...]) -> View:
-    """What callers see of it."""
+    """What callers see of it, who passed x of that shape."""
     results, refs = settled
     rows, length = shape[1 - cut.axis], cut.spec.padded_length(shape[cut.axis])
-    blocks = cut.spec.mx.blocks(length)
     return View(
-        results.data[:, : cut.width(length)],
-        None if cut.folded else results.scales[:rows, :blocks],
+        results.data[:rows, : cut.width(length)],
+        None if cut.folded else results.scales[:rows, : cut.spec.mx.blocks(length)],
         (refs[:rows] + 127).astype(jnp.uint8) if cut.folded else None,
         jnp.sum(results.norms, axis=0)[:rows] if cut.norms else None,
     )

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 from adahop_jax import OperandSpec, _dispatch
+from adahop_jax._view import CHUNK
 from adahop_jax.reference import operations as reference
 from pallas_kernels import matmul as pallas_matmul
 from triton_kernels import _launch
 from triton_kernels.machines import MACHINES, PATHS, machine_of, path_for
-from triton_kernels.matmul import CHUNK
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -117,7 +117,7 @@ def test_a_row_is_sound(name):
 
 def test_every_path_has_a_backend_of_its_name():
     paths = (f"triton:{path}" for path in PATHS)
-    assert _dispatch.BACKENDS == ("triton+pallas", "triton", *paths, "reference")
+    assert _dispatch.BACKENDS == ("triton+pallas", "triton", *paths, "pallas", "reference")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +128,8 @@ def test_every_path_has_a_backend_of_its_name():
         (Device("10.3"), "triton:fp8", r"architecture 10\.0 has no path 'fp8', only .*native"),
         (Device("gfx950:xnack-"), "triton:fp8", "architecture gfx950 has no path 'fp8'"),
         (Device("8.9"), "triton+pallas", r"Pallas was not measured on architecture 8\.9"),
+        (Device("10.0"), "pallas", r"architecture is 10\.0, and Pallas' kernels are for 9\.0"),
+        (CPU, "pallas", "needs a GPU, and JAX's default device is a cpu"),
         (TURING, "triton", r"architecture is 7\.5, and the kernels serve .*9\.0"),
         (TURING, "triton:bf16", r"architecture is 7\.5, and the kernels serve .*9\.0"),
         (CPU, "triton", "needs a GPU, and JAX's default device is a cpu"),
@@ -143,7 +145,7 @@ def test_a_backend_asked_for_by_name_runs_or_says_why_not(on, device, backend, r
         _dispatch.resolve(backend)
 
 
-@pytest.mark.parametrize("backend", ["pallas", "triton:fp4", "Triton", ""])
+@pytest.mark.parametrize("backend", ["pallas:fp8", "triton:fp4", "Triton", ""])
 def test_an_unknown_name_is_refused_with_the_known_ones(on, backend):
     on(Device("9.0"))
     with pytest.raises(NotImplementedError, match=f"{backend!r} is unknown; .*'triton:native'"):
@@ -179,13 +181,14 @@ def test_a_strange_package_of_the_kernels_name_is_left_alone(on, monkeypatch, na
 
 
 @pytest.mark.parametrize("missing", ["triton", "jax_triton"])
-def test_without_triton_a_gpu_falls_to_the_reference(on, monkeypatch, missing):
-    on(Device("9.0"))
+@pytest.mark.parametrize("device, left", [(Device("9.0"), "pallas:fp8"), (TURING, "reference")])
+def test_without_triton_a_gpu_takes_what_else_can_run(on, monkeypatch, missing, device, left):
+    on(device)
     for name in list(sys.modules):
         if name.partition(".")[0] in ("triton_kernels", missing):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing, None)
-    assert _dispatch.resolve(None)[0] == "reference"
+    assert _dispatch.resolve(None)[0] == left
     with pytest.raises(NotImplementedError, match=f"{missing}.*; install triton and jax-triton"):
         _dispatch.resolve("triton")
 
@@ -214,22 +217,22 @@ def test_the_product_occupies_as_many_programs_as_the_gpu_has_processors(on, mon
     "shape, module",
     [
         ((4096, 128), "pallas_kernels"),
-        ((4096, 160), "triton_kernels"),  # not whole tiles
+        ((4000, 160), "pallas_kernels"),  # no whole tiles
         ((4096, 4224), "triton_kernels"),  # longer sums than pay
         ((4096, 2176), "triton_kernels"),  # longer than the FP8 units may sum
         ((256, 128), "triton_kernels"),  # too few for all processors
     ],
 )
-def test_large_products_of_whole_tiles_are_pallas(on, monkeypatch, shape, module):
+def test_large_products_of_short_sums_are_pallas(on, monkeypatch, shape, module):
     called = []
 
     def launch(kernel, *arrays, out, **constants):
         called.append(kernel.fn.__module__)
         return tuple(jnp.zeros(o.shape, o.dtype) for o in out)
 
-    def multiply(a, a_refs, b, b_refs, *, dtype, **options):
+    def multiply(a, b, *, dtype, **options):
         called.append("pallas_kernels.matmul")
-        return jnp.zeros((a.shape[0], b.shape[0]), dtype)
+        return jnp.zeros((a.data.shape[0], b.data.shape[0]), dtype)
 
     monkeypatch.setattr(_launch, "launch", launch)
     monkeypatch.setattr(pallas_matmul, "matmul", multiply)
