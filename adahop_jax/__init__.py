@@ -26,3 +26,4 @@ from adahop_jax._plan import Plan as Plan
 from adahop_jax._plan import PlanError as PlanError
 from adahop_jax._plan import ProductPlan as ProductPlan
 from adahop_jax.nn import Dense as Dense
+from adahop_jax.nn import dense_group as dense_group
