@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from adahop_jax._plan import PRODUCTS, LayerPlan, Product
 from adahop_jax._product import Saved, Seeds, Use, product, product_seeds, sides
@@ -27,6 +28,11 @@ from adahop_jax.reference.bits import rounded
 
 Dot = Callable[[jax.Array, jax.Array], jax.Array]
 Arrays = tuple[jax.Array, ...]
+
+_SAVED = "adahop_jax.saved"
+save_quantized = jax.checkpoint_policies.save_only_these_names(_SAVED)
+"""A policy of `jax.checkpoint` and `nn.remat`: X as wgrad takes it is kept, packed, and all else
+computed again in the backward pass. X that a plan leaves to wgrad in full is not kept."""
 
 
 class Layer(NamedTuple):
@@ -148,9 +154,12 @@ def _forward(
     dtype: jnp.dtype,
     backend: str | None,
 ) -> tuple[Arrays, Any]:
-    ys, kept = _ys(x, ws, seeds, layers, dtype, backend, keeps=True)
+    ys, of_x = _ys(x, ws, seeds, layers, dtype, backend, keeps=True)
+    kept = _Once.of(of_x)
+    named = [a if a is x else checkpoint_name(a, _SAVED) for a in kept.arrays]
     # An empty array carries x's dtype, which its packed view does not know.
-    return ys, (_Once.of(kept), ws, seeds, jnp.zeros((0,), x.dtype))
+    like_x = jnp.zeros((0,), x.dtype)
+    return ys, (dataclasses.replace(kept, arrays=named), ws, seeds, like_x)
 
 
 def _backward(

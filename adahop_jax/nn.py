@@ -1,7 +1,7 @@
 """`Dense`: `flax.linen.Dense` with a plan; and `dense_group`, several that read the same X."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -58,7 +58,7 @@ class Dense(nn.Dense):
         Returns:
           (..., features) of `dtype`, or of the promoted dtype where `dtype` is None.
         """
-        return dense_group(inputs, self)[0]
+        return _results([self.prepare(inputs)])[0]
 
     @nn.compact
     def prepare(self, inputs: jax.Array) -> "Call":
@@ -220,13 +220,15 @@ def dense_group(inputs: jax.Array, *layers: Dense) -> tuple[jax.Array, ...]:
                 "its own, which a group would pass over; call it by itself, or transform the "
                 "module that calls the group"
             )
-    calls = [layer.prepare(inputs) for layer in layers]
-    return tuple(
-        y for _, run in itertools.groupby(calls, lambda call: call.reads) for y in _ys(list(run))
-    )
+    return _results([layer.prepare(inputs) for layer in layers])
 
 
-def _ys(calls: list[Call]) -> Iterable[jax.Array]:
+def _results(calls: list[Call]) -> tuple[jax.Array, ...]:
+    groups = itertools.groupby(calls, lambda call: call.reads)
+    return tuple(y for _, group in groups for y in _ys(list(group)))
+
+
+def _ys(calls: list[Call]) -> Iterator[jax.Array]:
     """The results of calls whose `reads` are equal."""
     if all(call.in_full for call in calls):
         products = tuple(_in_full(call) for call in calls)
