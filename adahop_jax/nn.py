@@ -30,7 +30,8 @@ class Dense(nn.Dense):
     kernel's gradient is not rounded to `dtype`. `dot_general`, `dot_general_cls` and `precision`
     apply to products in full and to the side products of outlier extraction (`precision`).
 
-    Inputs may have any leading dims, also empty, and dims of any size.
+    Inputs may have any leading dims, also empty, and dims of any size. The backward pass keeps them
+    packed; layers that read the same input keep it once as a `dense_group`.
 
     Attributes:
       plan: looked up by the module's path, e.g. "block_3/attn/query". A plan that rounds

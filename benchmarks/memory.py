@@ -300,7 +300,8 @@ def main() -> None:
         return
     steps = whole_step.measured(recipes)
     write("steps", steps, whole_step.steps_table(steps))
-    largest = whole_step.largest_models(plan)
+    of_largest = whole_step.recipes(plan, whole_step.LARGEST, whole_step.LARGEST_SIZES)
+    largest = [whole_step.largest_model(recipe) for recipe in of_largest]
     write("largest", largest, whole_step.largest_table(largest))
 
 

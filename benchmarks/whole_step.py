@@ -255,18 +255,9 @@ def measured(of: Iterable[Recipe]) -> list[Step]:
     return steps
 
 
-def largest_models(
-    plan: ah.Plan,
-    config: ModelConfig = LARGEST,
-    sizes: Mapping[str, int] = LARGEST_SIZES,
-    *,
-    limit: int = MEMORY,
-) -> list[Largest]:
-    """For every recipe the most layers whose step fits into `limit` bytes."""
-    return [_largest(recipe, limit) for recipe in recipes(plan, config, sizes)]
+def largest_model(recipe: Recipe, limit: int = MEMORY) -> Largest:
+    """The most layers, whatever `recipe.config` has, whose step fits into `limit` bytes."""
 
-
-def _largest(recipe: Recipe, limit: int) -> Largest:
     @functools.cache
     def step(layers: int) -> tuple[int, int]:
         """Bytes that it takes, and parameters."""

@@ -1,6 +1,5 @@
 """What the memory benchmark counts, by hand; that its steps compile and train, and its search."""
 
-import dataclasses
 import json
 
 import jax
@@ -147,22 +146,15 @@ class TestWholeStep:
             losses.append(float(loss))
         assert losses[-1] < losses[0]
 
-    @pytest.mark.slow
-    def test_largest_models(self):
-        """The deepest fits, one layer more does not."""
-        recipes = whole_step.recipes(PLANNED, TINY, SIZES)[:2]
-        at_three = [
-            whole_step.taken(
-                whole_step.compiled_step(
-                    dataclasses.replace(r, config=dataclasses.replace(TINY, layers=3))
-                )[0]
-            )
-            for r in recipes
-        ]
-        found = whole_step.largest_models(PLANNED, TINY, SIZES, limit=max(at_three))
-        assert max(row.layers for row in found[:2]) >= 3
-        assert all(row.compiled <= max(at_three) for row in found)
-        assert "bf16" in str(whole_step.largest_table(found))
+    def test_largest_model(self, tiny):
+        recipe = tiny["bf16, remat"]
+        two, _ = whole_step.compiled_step(recipe)
+        found = whole_step.largest_model(recipe, limit=whole_step.taken(two))
+        assert (found.layers, found.compiled) == (2, whole_step.taken(two))
+        state = jax.eval_shape(lambda: whole_step.initial(recipe))
+        assert found.parameters == sum(leaf.size for leaf in jax.tree.leaves(state[0]))
+        assert "| bf16, remat | 2 |" in str(whole_step.largest_table([found]))
+        assert whole_step.largest_model(recipe, limit=1).layers == 0
 
 
 class TestMost:
