@@ -7,6 +7,7 @@ from adahop_jax._calibrate import layers as layers
 from adahop_jax._calibrate import merge_statistics as merge_statistics
 from adahop_jax._calibrate import observe as observe
 from adahop_jax._calibrate import plan_from_labels as plan_from_labels
+from adahop_jax._dense import save_quantized as save_quantized
 from adahop_jax._explain import Explanation as Explanation
 from adahop_jax._explain import explain as explain
 from adahop_jax._formats import MXFP4 as MXFP4
@@ -26,3 +27,4 @@ from adahop_jax._plan import Plan as Plan
 from adahop_jax._plan import PlanError as PlanError
 from adahop_jax._plan import ProductPlan as ProductPlan
 from adahop_jax.nn import Dense as Dense
+from adahop_jax.nn import dense_group as dense_group

@@ -64,7 +64,7 @@ def layers(fn: Callable[..., Any], *args: Any) -> tuple[LayerInfo, ...]:
 
     def record(next_fn: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module = context.module
-        if isinstance(module, Dense) and context.method_name == "__call__":
+        if isinstance(module, Dense) and context.method_name == "prepare":
             path = "/".join(module.path)
             *leading, in_features = jnp.shape(args[0] if args else kwargs["inputs"])
             found[path] = LayerInfo(path, math.prod(leading), in_features, module.features)

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from adahop_jax._mxarray import check_dtype
-from adahop_jax._plan import Product, ProductPlan
-from adahop_jax._product import Seeds, product, product_seeds, sides
+from adahop_jax._plan import ProductPlan
+from adahop_jax._product import Use, product, product_seeds, sides
 from adahop_jax._shapes import negative_axis, restore, two_d
 from adahop_jax.reference import hadamard as reference
 
@@ -60,14 +60,12 @@ def matmul(
         )
     if plan.is_random and key is None:
         raise ValueError("matmul: the strategy draws random bits; pass key=")
-    seeds: dict[Product, Seeds] = {"fwd": product_seeds("fwd", plan, key)}
+    use = Use("fwd", plan, product_seeds("fwd", plan, key))
     a_rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
     y = product(
-        "fwd",
-        sides("x", a_rows, {"fwd": plan}, seeds, backend=backend)["fwd"],
-        sides("w", b, {"fwd": plan}, seeds, backend=backend)["fwd"],
-        plan=plan,
-        seeds=seeds["fwd"],
+        use,
+        sides("x", a_rows, [use], backend=backend)[0],
+        sides("w", b, [use], backend=backend)[0],
         out_dtype=a.dtype,
         precision=None,
         backend=backend,

@@ -5,7 +5,7 @@ product is accumulated in float32, the transform is undone by a power of two, th
 of extracted outliers are overwritten by a side product in `dtype`, and the result is rounded once.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,18 +34,32 @@ class Outliers(NamedTuple):
     values: jax.Array
 
 
+class Use(NamedTuple):
+    """A product that a tensor enters.
+
+    Attributes:
+      product: "fwd", "dgrad" or "wgrad".
+      plan: of that product.
+      seeds: from `product_seeds`.
+    """
+
+    product: Product
+    plan: ProductPlan
+    seeds: Seeds
+
+
 class Side(NamedTuple):
     """A tensor as a product takes it.
 
     Attributes:
       tensor: as it is stored, 2-D, in the layer's dtype.
       operand: the backend's own, quantized along the contracted axis.
-      norms: squared norms along that axis; None if nothing is extracted of it.
+      outliers: what the product extracts of it; None if nothing.
     """
 
     tensor: jax.Array
     operand: Any
-    norms: jax.Array | None
+    outliers: Outliers | None
 
 
 class Saved(NamedTuple):
@@ -76,50 +90,57 @@ def product_seeds(name: Product, plan: ProductPlan, key: jax.Array | None) -> Se
 
 
 def sides(
-    name: Tensor,
-    tensor: jax.Array,
-    plans: Mapping[Product, ProductPlan],
-    seeds: Mapping[Product, Seeds],
-    *,
-    backend: str | None,
-) -> dict[Product, Any]:
+    name: Tensor, tensor: jax.Array, uses: Sequence[Use], *, backend: str | None
+) -> list[Any]:
     """A tensor quantized for products that it enters, in one read where the backend can.
+
+    Products that want the same view of it share that view, and the outliers that they both extract.
 
     Args:
       name: "x", "w" or "dy".
       tensor: as it is stored, 2-D, in the layer's dtype.
-      plans: the products that want it, with their plans, none of them full.
-      seeds: from `product_seeds`.
+      uses: the products; of several layers, if they read the same tensor.
       backend: a backend's name, or None.
 
     Returns:
-      A `Side` for each product; `Saved` of X for wgrad.
+      For each use a `Side`, `Saved` of X for wgrad, or None for a product in full.
     """
-    if not plans:
-        return {}
+    wanted = [None if use.plan.is_full else _wanted(name, use) for use in uses]
+    distinct: dict[Any, Wanted] = {}
+    for want in wanted:
+        if want is not None:
+            known = distinct.get(_view_key(want), want)
+            distinct[_view_key(want)] = known._replace(norms=known.norms or want.norms)
+    if not distinct:
+        return [None] * len(uses)
     ops = resolve(backend)[1]
     tensor = _undifferentiable(tensor)
-    found: dict[Product, Any] = {}
-    wanted = [_wanted(name, product, plan, seeds[product]) for product, plan in plans.items()]
-    for (product, plan), want, view in zip(
-        plans.items(), wanted, ops.views(tensor, *wanted), strict=True
-    ):
+    views = dict(zip(distinct, ops.views(tensor, *distinct.values()), strict=True))
+    taken: dict[Any, Outliers] = {}
+
+    def side(use: Use, want: Wanted) -> Side | Saved:
+        key = _view_key(want)
+        view = views[key]
+        outliers = None
+        if use.plan.outliers is not None and want.norms:
+            k = use.plan.outliers.count(tensor.shape[1 - want.axis])
+            if (key, k) not in taken:
+                taken[key, k] = _largest(tensor, 1 - want.axis, k, view[-1], ops)
+            outliers = taken[key, k]
         if want.stored:
-            codes, scales, norms = view
-            outliers = _taken(tensor, 1 - want.axis, plan, norms, ops) if want.norms else None
-            found[product] = Saved(codes, scales, outliers)
-        else:
-            found[product] = Side(tensor, *view)
-    return found
+            return Saved(view[0], view[1], outliers)
+        return Side(tensor, view[0], outliers)
+
+    return [
+        None if want is None else side(use, want) for use, want in zip(uses, wanted, strict=True)
+    ]
 
 
 def product(
-    name: Product,
+    use: Use,
     lhs: Side | Saved,
     rhs: Side,
     *,
-    plan: ProductPlan,
-    seeds: Seeds,
     out_dtype: jnp.dtype,
     precision: lax.PrecisionLike,
     backend: str | None,
@@ -127,10 +148,8 @@ def product(
     """A quantized product.
 
     Args:
-      name: "fwd", "dgrad" or "wgrad".
+      use: which, with its plan, not full.
       lhs, rhs: its operands (`OPERANDS`), from `sides`.
-      plan: of this product, not full.
-      seeds: from `product_seeds`.
       out_dtype: of the result.
       precision: of the side product.
       backend: a backend's name, or None.
@@ -138,31 +157,29 @@ def product(
     Returns:
       The 2-D product of `out_dtype`.
     """
+    name, plan, seeds = use
     ops = resolve(backend)[1]
-    contract = lhs_axis, rhs_axis = CONTRACT[name]
-    extracted = None if plan.outliers is None else plan.outliers.tensor
     if isinstance(lhs, Saved):
         left = ops.load(lhs.codes, lhs.scales, spec=plan.specs[0])
     else:
         left = lhs.operand
 
     rows = columns = None
-    if extracted == OPERANDS[name][0]:
-        if isinstance(lhs, Side):
-            outliers = _taken(lhs.tensor, 1 - lhs_axis, plan, lhs.norms, ops)
-        elif lhs.outliers is not None:
-            outliers = lhs.outliers
+    if plan.outliers is not None:
+        of_lhs = plan.outliers.tensor == OPERANDS[name][0]
+        outliers = (lhs if of_lhs else rhs).outliers
+        assert outliers is not None
+        if of_lhs:
+            values = dot(outliers.values, rhs.tensor, contract=CONTRACT[name], precision=precision)
+            rows = outliers.indices, values
         else:
-            raise ValueError("wgrad: X's outliers are asked for and were not saved")
-        values = dot(outliers.values, rhs.tensor, contract=contract, precision=precision)
-        rows = outliers.indices, values
-    elif extracted is not None:
-        outliers = _taken(rhs.tensor, 1 - rhs_axis, plan, rhs.norms, ops)
-        if isinstance(lhs, Saved):
-            values = _side_of_saved(lhs, outliers, plan, seeds.get(SIGNS), precision, ops)
-        else:
-            values = dot(lhs.tensor, outliers.values, contract=contract, precision=precision)
-        columns = outliers.indices, values
+            if isinstance(lhs, Saved):
+                values = _side_of_saved(lhs, outliers, plan, seeds.get(SIGNS), precision, ops)
+            else:
+                values = dot(
+                    lhs.tensor, outliers.values, contract=CONTRACT[name], precision=precision
+                )
+            columns = outliers.indices, values
     return ops.matmul(
         left,
         rhs.operand,
@@ -213,25 +230,27 @@ def _refuse(primals: Any, tangents: Any) -> Any:
     )
 
 
-def _wanted(tensor: Tensor, product: Product, plan: ProductPlan, seeds: Seeds) -> Wanted:
+def _wanted(tensor: Tensor, use: Use) -> Wanted:
     """The view of a tensor that a product wants."""
-    side = OPERANDS[product].index(tensor)
+    side = OPERANDS[use.product].index(tensor)
     return Wanted(
-        stored=(tensor, product) == ("x", "wgrad"),
-        axis=CONTRACT[product][side],
-        spec=plan.specs[side],
-        seed=seeds.get(tensor),
-        sign_seed=seeds.get(SIGNS),
-        norms=plan.outliers is not None and plan.outliers.tensor == tensor,
+        stored=(tensor, use.product) == ("x", "wgrad"),
+        axis=CONTRACT[use.product][side],
+        spec=use.plan.specs[side],
+        seed=use.seeds.get(tensor),
+        sign_seed=use.seeds.get(SIGNS),
+        norms=use.plan.outliers is not None and use.plan.outliers.tensor == tensor,
     )
 
 
-def _taken(
-    x: jax.Array, axis: int, plan: ProductPlan, norms: jax.Array | None, ops: Any
-) -> Outliers:
+def _view_key(want: Wanted) -> tuple[Any, ...]:
+    """Equal for views of equal codes and scales: norms do not alter these, other seeds do."""
+    return want.stored, want.axis, want.spec, id(want.seed), id(want.sign_seed)
+
+
+def _largest(x: jax.Array, axis: int, k: int, norms: jax.Array, ops: Any) -> Outliers:
     """The k rows (`axis` 0) or columns (1) of x with the largest squared norms."""
-    assert norms is not None and plan.outliers is not None
-    index = ops.largest(norms, plan.outliers.count(x.shape[axis]))
+    index = ops.largest(norms, k)
     return Outliers(index, jnp.take(x, index, axis=axis, mode="clip"))
 
 

@@ -13,21 +13,26 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     The cotangent of one that did not is then summed over those axes by JAX.
     """
-    axes = frozenset[str]().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays))
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
     return tuple(
         lax.pcast(array, missing, to="varying")
-        if (missing := tuple(axes - jax.typeof(array).manual_axis_type.varying))
+        if (missing := tuple(axes - varying_axes(array)))
         else array
         for array in arrays
     )
 
 
-def compiler_placed[T: Callable[..., Any]](fn: T, *, out: PartitionSpec | None) -> T:
+def varying_axes(array: jax.Array) -> frozenset[str]:
+    """Inside `shard_map`: the mesh's axes that the array varies over."""
+    return jax.typeof(array).manual_axis_type.varying
+
+
+def compiler_placed[T: Callable[..., Any]](fn: T, *, out: Any) -> T:
     """On a mesh with explicit axes: `fn` with its inner shardings left to the compiler.
 
     Args:
       fn: any function of arrays.
-      out: sharding of its results; None where no mesh with explicit axes is set.
+      out: sharding of its results, a `PartitionSpec` each; unused where no such mesh is set.
     """
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return fn

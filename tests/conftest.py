@@ -14,7 +14,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 ON_BOTH = {
-    *("test_dense", "test_dense_random", "test_dense_structure", "test_dense_transforms"),
+    *("test_dense", "test_dense_group", "test_dense_random"),
+    *("test_dense_structure", "test_dense_transforms", "test_residuals"),
     *("test_product", "test_mxarray", "test_plan", "test_calibrate", "test_explain"),
     *("test_patterns", "test_errors"),
 }

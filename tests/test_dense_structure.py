@@ -1,4 +1,4 @@
-"""What `Dense` keeps for the backward pass, how many products it runs, and how it is sharded."""
+"""How many products `Dense` runs, that steps compile once and learn, and how it is sharded."""
 
 import collections
 
@@ -12,85 +12,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adahop_jax as ah
-from tests.dense import (
-    PLANS,
-    assert_near,
-    assert_same,
-    backend,
-    jit_fast,
-    layer_plan,
-    normal,
-    products,
-    run,
-)
+from tests.dense import PLANS, assert_near, assert_same, backend, jit_fast, normal, products, run
 from tests.jaxprs import equations
 
 TOKENS, IN, OUT = 96, 160, 64
-PARAMETERS = [("float32", (IN, OUT)), ("float32", (OUT,))]
-
-
-def _residuals(plan, dtype):
-    """(dtype, shape) of every array that the backward pass is handed, but for empty ones."""
-    layer = ah.Dense(OUT, plan=plan, dtype=dtype)
-    x = jax.ShapeDtypeStruct((2, TOKENS // 2, IN), dtype)
-    variables = jax.eval_shape(layer.init, jax.random.key(0), x)
-    pullback = jax.eval_shape(lambda v, x: jax.vjp(layer.apply, v, x)[1], variables, x)
-    return sorted(
-        (leaf.dtype.name, leaf.shape) for leaf in jax.tree.leaves(pullback) if np.prod(leaf.shape)
-    )
-
-
-PACKED_X = [("uint8", (IN, TOKENS // 2)), ("uint8", (IN, TOKENS // 32))]
-KERNEL = [("float32", (IN, OUT))]
-
-
-class TestResiduals:
-    """X is kept packed, quantized along tokens; W is the parameter; nothing else."""
-
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-    @pytest.mark.parametrize("plan", ["mxfp4", "iht", "oe-rhs", "mixed"])
-    def test_packed(self, plan, dtype):
-        assert _residuals(PLANS[plan], dtype) == sorted(PACKED_X + KERNEL)
-
-    def test_stochastic_rounding_adds_its_seeds(self):
-        seeds = [("uint32", (2,))] * 2  # of dY in dgrad and wgrad
-        plan = PLANS["iht"].with_stochastic_dy()
-        layer = ah.Dense(OUT, plan=plan)
-        x = jax.ShapeDtypeStruct((TOKENS, IN), jnp.float32)
-        variables = jax.eval_shape(ah.Dense(OUT).init, jax.random.key(0), x)
-        pullback = jax.eval_shape(
-            lambda v, x: jax.vjp(
-                lambda v, x: layer.apply(v, x, rngs={"quantize": jax.random.key(0)}), v, x
-            )[1],
-            variables,
-            x,
-        )
-        got = [(a.dtype.name, a.shape) for a in jax.tree.leaves(pullback) if np.prod(a.shape)]
-        assert sorted(got) == sorted(PACKED_X + KERNEL + seeds)
-
-    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-    def test_extracted_columns_of_x(self, dtype):
-        columns = [("int32", (2,)), (dtype, (TOKENS, 2))]
-        want = sorted(PACKED_X + KERNEL + columns)
-        assert _residuals(PLANS["oe-lhs"], jnp.dtype(dtype)) == want
-
-    def test_mxfp6_takes_six_bits(self):
-        spec = ah.OperandSpec(format="mxfp6", hadamard=32)
-        plan = ah.Plan.uniform(ah.ProductPlan(lhs=spec, rhs=spec))
-        packed = [("uint8", (IN, TOKENS * 6 // 8)), ("uint8", (IN, TOKENS // 32))]
-        assert _residuals(plan, jnp.bfloat16) == sorted(packed + KERNEL)
-
-    def test_wgrad_in_full_keeps_x(self):
-        plan = ah.Plan(default=layer_plan("iht", "iht", "full"))
-        want = sorted([("bfloat16", (2, TOKENS // 2, IN)), *KERNEL])
-        assert _residuals(plan, jnp.bfloat16) == want
-
-    def test_fewer_bytes_than_in_bfloat16(self):
-        def bytes_of(residuals):
-            return sum(np.prod(s) * jnp.dtype(d).itemsize for d, s in residuals if s != (IN, OUT))
-
-        full = bytes_of(_residuals(PLANS["full"], jnp.bfloat16))
-        assert bytes_of(_residuals(PLANS["iht"], jnp.bfloat16)) == full * 17 / 64
 
 
 def _product_of(equation):

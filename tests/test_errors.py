@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
@@ -35,6 +36,15 @@ def _for_kernel(in_features, out_features):
 def _calibrate(loss_fn=lambda v, x: jnp.mean(ah.Dense(16).apply(v, x)), batches=(X,), **options):
     variables = ah.Dense(16).init(jax.random.key(0), X)
     return ah.calibrate(loss_fn, variables, batches, **{"steps": 1, **options})
+
+
+def _group(*layers):
+    class Lost(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return ah.dense_group(x, *(layer() for layer in layers))
+
+    return jax.eval_shape(lambda: Lost().init_with_output(jax.random.key(0), X))
 
 
 CASES = {
@@ -312,6 +322,33 @@ CASES = {
         TypeError,
         "forward-mode",
         "custom_vjp",
+    ),
+    # dense_group
+    "group-empty": (lambda: _group(), ValueError, "dense_group: no layers", "pass the layers"),
+    "group-nn-dense": (
+        lambda: _group(lambda: ah.Dense(4, name="up"), lambda: nn.Dense(4, name="gate")),
+        TypeError,
+        "layer 1 is a Dense of flax.linen",
+        "adahop_jax.Dense",
+    ),
+    "group-outputs": (
+        lambda: _group(lambda: ah.Dense(4)(X)),
+        TypeError,
+        "layer 0 is a",
+        "not yet called",
+    ),
+    "group-transformed": (
+        lambda: _group(lambda: nn.remat(ah.Dense)(4, name="up")),
+        TypeError,
+        "'up', has a __call__ of its own",
+        "transform the module that calls the group",
+    ),
+    "group-missing": (
+        lambda: _group(
+            lambda: ah.Dense(4, name="up"), lambda: ah.Dense(4, plan=ah.Plan(), name="gate")
+        ),
+        ah.PlanError,
+        "Dense 'gate': plan: no entry for layer 'gate'",
     ),
     # calibrate
     "calibrate-steps": (lambda: _calibrate(steps=0), ValueError, "steps 0", "wanted at least 1"),

@@ -14,7 +14,7 @@ import pytest
 
 import adahop_jax as ah
 from adahop_jax import _strategy
-from adahop_jax._product import product, product_seeds, sides
+from adahop_jax._product import Use, product, sides
 from tests.oracle_product import CONTRACT, OPERANDS, contract
 
 R, C, N = "row", "column", "none"
@@ -142,21 +142,12 @@ def _planted(rng, rows, columns, pattern, count=16):
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
 def _product(name, lhs, rhs, plan):
-    plans, seeds = {name: plan}, {name: product_seeds(name, plan, None)}
+    use = Use(name, plan, {})
     left, right = (
-        sides(tensor, value, plans, seeds, backend=None)[name]
+        sides(tensor, value, [use], backend=None)[0]
         for tensor, value in zip(OPERANDS[name], (lhs, rhs), strict=True)
     )
-    return product(
-        name,
-        left,
-        right,
-        plan=plan,
-        seeds=seeds[name],
-        out_dtype=jnp.float32,
-        precision=None,
-        backend=None,
-    )
+    return product(use, left, right, out_dtype=jnp.float32, precision=None, backend=None)
 
 
 def _error(name, tensors, plan):

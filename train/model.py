@@ -107,9 +107,13 @@ class Attention(nn.Module):
         config = self.config
         dense = _dense(config, self.plan)
         heads = (*x_BTD.shape[:2], -1, config.head_dim)
-        q_BTHK = dense(config.width, name="query")(x_BTD).reshape(heads)
-        k_BTGK = dense(config.kv_heads * config.head_dim, name="key")(x_BTD).reshape(heads)
-        v_BTGK = dense(config.kv_heads * config.head_dim, name="value")(x_BTD).reshape(heads)
+        projections = ah.dense_group(
+            x_BTD,
+            dense(config.width, name="query"),
+            dense(config.kv_heads * config.head_dim, name="key"),
+            dense(config.kv_heads * config.head_dim, name="value"),
+        )
+        q_BTHK, k_BTGK, v_BTGK = (projection.reshape(heads) for projection in projections)
         out_BTHK = jax.nn.dot_product_attention(
             _rotate(q_BTHK, rotation), _rotate(k_BTGK, rotation), v_BTGK, is_causal=True
         )
@@ -127,8 +131,11 @@ class Mlp(nn.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what the MLP adds to the residual stream, (B, T, D)."""
         dense = _dense(self.config, self.plan)
-        gate_BTF = dense(self.config.mlp_width, name="gate")(x_BTD)
-        up_BTF = dense(self.config.mlp_width, name="up")(x_BTD)
+        gate_BTF, up_BTF = ah.dense_group(
+            x_BTD,
+            dense(self.config.mlp_width, name="gate"),
+            dense(self.config.mlp_width, name="up"),
+        )
         down = dense(self.config.width, kernel_init=_residual_init(self.config), name="down")
         return down(nn.silu(gate_BTF) * up_BTF)
 
