@@ -109,10 +109,10 @@ def seed() -> jax.Array:
     return jnp.asarray([123, 456_789], jnp.uint32)
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[Row], *, of: str = "Triton") -> Table:
     """Bytes, rate, and the share of a copy's."""
     return Table(
-        title=f"Kernels on a BF16 tensor of {SQUARE} x {SQUARE}",
+        title=f"{of} kernels on a BF16 tensor of {SQUARE} x {SQUARE}",
         head=("kernel", "MB", "us", "TB/s", "copy TB/s", "of the copy"),
         rows=tuple(
             (

@@ -15,7 +15,7 @@ import adahop_jax as ah
 from adahop_jax._dispatch import resolve
 from benchmarks import gate, kernels, layers, product, report, sweep, timing
 
-GROUPS = ("product", "kernels", "layers", "sweep")
+GROUPS = ("product", "kernels", "pallas", "layers", "sweep")
 
 
 def main() -> None:
@@ -64,6 +64,9 @@ def benchmark(ops: Any, plan: ah.Plan, options: argparse.Namespace) -> None:
         if group == "kernels":
             results[group] = rows = kernels.run(ops, runs=options.runs)
             tables[group] = kernels.table(rows)
+        elif group == "pallas":
+            results[group] = rows = kernels.run(resolve("pallas")[1], runs=options.runs)
+            tables[group] = kernels.table(rows, of="Pallas")
         elif group == "layers":
             results[group] = rows = layers.run(ops, plan, found.rates, runs=options.runs)
             tables[group] = layers.table(rows)

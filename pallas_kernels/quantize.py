@@ -17,6 +17,7 @@ nothing moves between threads unasked. Tiles are whole: what is not is padded be
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -292,13 +293,19 @@ def _asked(x: jax.Array, axis: int, request: Request) -> tuple[Cut, Inputs]:
 
 
 def _guess(x: jax.Array, cut: Cut) -> jax.Array:
-    """Reference exponents from a few values of each row of a view, all over it."""
-    length, fold = x.shape[cut.axis], FOLDS[cut.spec.format]
-    some = lax.slice_in_dim(x, 0, None, stride=max(1, length // SAMPLES), axis=cut.axis)
-    largest = jnp.max(jnp.abs(some.astype(jnp.float32)), axis=cut.axis)
+    """Reference exponents from a few values of each row of a view, all over it.
+
+    Padding lies at an end, and sequences begin at even parts of the tokens: the values lie between.
+    A row of which only zeros are seen is taken for the largest.
+    """
+    length, fold, spec = x.shape[cut.axis], FOLDS[cut.spec.format], cut.spec
+    first, stride = 3 * length // (8 * SAMPLES), length // SAMPLES
+    some = lax.slice_in_dim(x, first, None, stride=stride, axis=cut.axis).astype(jnp.float32)
+    largest = jnp.max(jnp.abs(some), axis=cut.axis)
+    largest = jnp.where(largest == 0, jnp.max(largest, initial=0, where=largest < jnp.inf), largest)
     # A rotated block's largest value is some four times its values' usual size.
-    more = 2 if cut.spec.hadamard else 0
-    expected = b.exponent(b.to_bits(largest)) - cut.spec.mx.max_exponent + more
+    growth = round(math.log2(spec.pre_scale)) + (2 if spec.hadamard else 0)
+    expected = b.exponent(b.to_bits(largest)) - spec.mx.max_exponent + growth
     return jnp.clip(expected, TRUSTED[0] - fold.low, TRUSTED[1] - fold.top)
 
 

@@ -127,10 +127,12 @@ def rotate(x, signs_ptr, N: tl.constexpr, Q: tl.constexpr):
     Holds no subnormal numbers.
     """
     if Q.pre_scale != 1.0:
-        x = x * Q.pre_scale
+        x = _flush(x) * Q.pre_scale
     if Q.signs:
         x = x * tl.load(signs_ptr + tl.arange(0, 32))[None, :]
     # Subnormal numbers are dropped, and a zero that is rotated loses its sign.
+    if not Q.ptx:
+        x = _flush(x)
     zero: tl.constexpr = 0 if Q.hadamard else SIGN
     x = _sum(x, from_bits(tl.full((N, 32), zero, tl.int32)), Q.ptx)
     if Q.hadamard >= 2:

@@ -1,6 +1,7 @@
 """What the quantizing kernels share on the host: shapes and constants."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -66,6 +67,8 @@ class Constants:
       kind: what is written, see `View`.
       norms: whether squared norms are.
       pre_scale, signs, hadamard: what happens to a block beforehand.
+      growth: binades by which that is expected to make its largest value exceed its usual ones.
+      shrink: factor that undoes it, for norms.
       rule: of the scale.
       clip: whether values may be larger than a block holds. Where not, only those of blocks at the
         largest scale can: the kernels look for them.
@@ -85,6 +88,8 @@ class Constants:
     pre_scale: float
     signs: bool
     hadamard: int
+    growth: int
+    shrink: float
     rule: str
     clip: bool
     ends: bool
@@ -110,6 +115,8 @@ def constants(spec: OperandSpec, *, kind: Kind, machine: Machine, norms: bool = 
         pre_scale=float(spec.pre_scale),
         signs=spec.signs == "random",
         hadamard=spec.hadamard,
+        growth=round(math.log2(spec.pre_scale)) + (2 if spec.hadamard else 0),
+        shrink=1 / (spec.pre_scale * math.sqrt(max(spec.hadamard, 1))),
         rule=spec.scale_rule,
         clip=spec.scale_rule == "floor" or kind == "elements",
         ends=True,

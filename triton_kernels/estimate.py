@@ -44,12 +44,13 @@ def speedup(
     # Of X and dY, one read serves two products. What is stored is written as 4 bits and scales, and
     # read again to become FP8.
     if stored:
-        quantized, kernels = 1.53 * left + 2 * right, 6
+        quantized = 1.53 * left + 2 * right
         planned = operations / rates.fp8 + 1.56 * left / rates.fold
     else:
-        quantized, kernels = 2 * left + 3 * right, 6
+        quantized = 2 * left + 3 * right
         planned = operations / rates.fp8
     planned += quantized / rates.quantize
+    kernels = 6
     if extracted is not None:
         # The side product reads the other operand; then selection, gathering and overwriting.
         planned += 2 * (right if extracted == "lhs" else left) / rates.read

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax._kernels import KernelBackend, Operand
-from adahop_jax._view import BLOCK, CHUNK, Kind, Request, View
+from adahop_jax._view import BLOCK, CHUNK, FOLDS, Kind, Request, View
 from adahop_jax.reference import operations as reference
 from triton_kernels.estimate import speedup
 from triton_kernels.fold import fold
@@ -60,7 +60,7 @@ class Backend(KernelBackend):
 
     def _views(self, x: jax.Array, wanted: list[tuple[int, Request]]) -> list[View]:
         by_axis = dict(wanted)
-        pair = len(by_axis) == len(wanted) == 2
+        pair = len(by_axis) == len(wanted) == 2 and not _wide(by_axis[1])
         if pair and all(takes(x, request.spec, self._machine) for _, request in wanted):
             last, first = self._tiles(x, by_axis[1], by_axis[0])
             return [last if axis == 1 else first for axis, _ in wanted]
@@ -133,6 +133,15 @@ class Backend(KernelBackend):
     def _tiles(self, x: jax.Array, last: Request | None, first: Request | None) -> tuple[Any, Any]:
         """The views along the last axis and along the first, None where it is not wanted."""
         return quantize_tiles(x, last, first, machine=self._machine, processors=self._processors)
+
+
+def _wide(request: Request) -> bool:
+    """Whether rows are likely to span more binades than a guessed exponent serves.
+
+    One column of outliers is enough, where FP8 leaves a dozen binades to the scales.
+    """
+    fold = FOLDS[request.spec.format]
+    return request.kind == "folded" and fold.top - fold.low < 16
 
 
 def _elements(codes: jax.Array, fmt: MXFormat) -> jax.Array:

@@ -48,6 +48,7 @@ def takes(x: jax.Array, spec: OperandSpec, machine: Machine) -> bool:
         and spec.rounding == "nearest"
         and x.dtype.itemsize == 2
         and x.shape[1] % 8 == 0  # descriptors want rows of a multiple of 16 bytes
+        and 2.0**-14 <= spec.pre_scale <= 2.0**15  # all of them float16's, too
         and float(np.asarray(spec.pre_scale, x.dtype)) == spec.pre_scale
     )
 
@@ -124,9 +125,9 @@ def _view(
             inside[:, None] & first,
         )
     if Q.norms:
-        # The transform multiplies squares by its size.
-        part = 1.0 / (Q.pre_scale * Q.pre_scale * Q.hadamard)
-        norm = tl.sum((y * y).reshape(64, 64), 1) * part
+        # Before it is squared, which float32 may not hold.
+        own_y = y.reshape(64, 64) * Q.shrink
+        norm = tl.sum(own_y * own_y, 1)
         four = tl.zeros((64, 4), tl.int32)
         mask = (row + own < ROWS)[:, None] & (tl.arange(0, 4) == 0)[None, :]
         ptr = norm_ptr + (step // 64).to(tl.int64) * ROWS + row
@@ -231,7 +232,7 @@ def quantize_tiles(
       processors: of the GPU.
 
     Returns:
-      The views, None where none is request.
+      The views, None where none is requested.
     """
     rows, columns = _side(x, 1, along_rows, machine), _side(x, 0, along_columns, machine)
     down, across = (triton.cdiv(size, TILE) for size in x.shape)

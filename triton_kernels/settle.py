@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from triton_kernels import _launch
-from triton_kernels._blocks import block_scales, largest_bits, rotate, uniform
+from triton_kernels._blocks import EXPONENT, block_scales, largest_bits, rotate, uniform
 from triton_kernels._constants import Constants
 from triton_kernels._write import encode, put, put_scales
 
@@ -39,21 +39,24 @@ def _guessed(
 ):
     """Stores reference exponents for rows [N] from a few values of each, all over it.
 
-    Padding and masked tokens lie at an end. Where neighbours lie in memory one behind the other,
-    two groups of eight cost less than eight single ones.
+    Padding and masked tokens lie at an end, and sequences begin at even parts of the tokens: the
+    values lie between. Where neighbours lie in memory one behind the other, two groups of eight
+    cost less than eight single ones. A row of which only zeros are seen is taken for the largest
+    of the others.
     """
     inside = row < ROWS
     GROUPS: tl.constexpr = 2 if STRIDE == 1 else 8
     n = tl.arange(0, 16 if STRIDE == 1 else 8)
     EACH: tl.constexpr = n.shape[0] // GROUPS
-    step = n // EACH * (LENGTH // GROUPS) + n % EACH
+    FIRST: tl.constexpr = LENGTH * 3 // (8 * GROUPS) // EACH * EACH
+    step = FIRST + n // EACH * (LENGTH // GROUPS) + n % EACH
     row_ptr = x_ptr + row.to(tl.int64) * ROW_STRIDE
     ptr = row_ptr[:, None] + step.to(tl.int64)[None, :] * STRIDE
     mask = inside[:, None] & (step < LENGTH)[None, :]
     x = tl.load(ptr, mask=mask, other=0).to(tl.float32)
-    # A rotated block's largest value is some four times its values' usual size.
-    more: tl.constexpr = 2 if Q.hadamard else 0
-    expected = (largest_bits(x) >> 23) - 127 - Q.max_exponent + more
+    bits = largest_bits(x)
+    bits = tl.where(bits == 0, tl.max(tl.where(bits < EXPONENT, bits, 0), 0), bits)
+    expected = (bits >> 23) - 127 - Q.max_exponent + Q.growth
     ref = tl.minimum(tl.maximum(expected, LEAST - Q.low), MOST - Q.top)
     tl.store(ref_ptr + row, (ref + 127).to(tl.uint8), mask=inside)
 
@@ -167,13 +170,10 @@ def _block(
 
 
 @triton.jit
-def _noise(first, block, seed_ptr, N: tl.constexpr, DOWN: tl.constexpr):
-    """Noise for a block of N rows from `first` on, which are columns of x if DOWN: [N, 32]."""
-    if DOWN:
-        nth, group = block * 32 + tl.arange(0, 32), first // 4 + tl.arange(0, N // 4)
-        return tl.trans(uniform(nth, group, seed_ptr, 32, N // 4))
-    else:
-        return uniform(first + tl.arange(0, N), block * 8 + tl.arange(0, 8), seed_ptr, N, 8)
+def _noise(first, block, seed_ptr, N: tl.constexpr):
+    """Noise for a block of N columns of x from `first` on: [N, 32]. Rows are never settled so."""
+    nth, group = block * 32 + tl.arange(0, 32), first // 4 + tl.arange(0, N // 4)
+    return tl.trans(uniform(nth, group, seed_ptr, 32, N // 4))
 
 
 @triton.jit
@@ -224,7 +224,7 @@ def _kernel(
             x = _block(x_ptr, row, inside, block, LENGTH, ROW_STRIDE, STRIDE)
             noise = 0.0
             if Q.stochastic:
-                noise = _noise(first, block, seed_ptr, N, ROW_STRIDE == 1)
+                noise = _noise(first, block, seed_ptr, N)
             y = rotate(x, signs_ptr, N, Q)
             scale, fault = block_scales(largest_bits(y), Q)
             index = row.to(tl.int64) * BLOCKS + block
@@ -247,8 +247,8 @@ def settle(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Writes flagged rows of a view again.
 
-    Reads the flags; of flagged rows it reads x once for every segment and once more, and writes
-    them whole. The view's memory is taken over.
+    Reads the flags; of flagged rows it reads x once, and if they are folded once more for every
+    segment, and writes them whole. The view's memory is taken over.
 
     Args:
       inputs: x (rows, columns), signs and seed as the quantizing kernels take them.

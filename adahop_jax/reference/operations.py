@@ -17,7 +17,7 @@ from jax import lax
 
 from adahop_jax._devices import default_device
 from adahop_jax._formats import MXFormat, OperandSpec
-from adahop_jax.reference.bits import rounded
+from adahop_jax.reference.bits import normal_or_zero, rounded
 from adahop_jax.reference.hadamard import hadamard, pad, random_signs
 from adahop_jax.reference.philox import uniform
 from adahop_jax.reference.quantize import decode, encode, pack, unpack
@@ -39,7 +39,7 @@ def rotate(
       rotated, since the transform is unnormalized.
     """
     if spec.pre_scale != 1.0:
-        x = x.astype(jnp.float32) * jnp.float32(spec.pre_scale)
+        x = normal_or_zero(x) * jnp.float32(spec.pre_scale)
     x = pad(x, axis=axis, multiple=spec.padded_length(1))
     if spec.hadamard:
         if spec.signs == "random":

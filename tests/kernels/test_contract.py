@@ -232,6 +232,15 @@ def test_faults_mark_their_blocks_and_no_other(kernels, rng, name, axis):
 
 
 @by_axis
+def test_inputs_below_the_normal_are_zeros_whatever_scales_them(kernels, rng, axis):
+    """And norms of large numbers are finite where the reference's are."""
+    signs = rng.choice([-1.0, 1.0], (64, 64))
+    x = jnp.asarray(np.where(np.arange(64) < 32, 1.5 * 2.0**-127, 2.0**58.7) * signs)
+    x = x.astype(jnp.bfloat16)
+    check_quantizing(kernels, x, OperandSpec(hadamard=32, pre_scale=3.0), axis)
+
+
+@by_axis
 @pytest.mark.parametrize("fmt", ["mxfp4", "mxfp6"])
 def test_rows_that_span_more_than_fp8_does(kernels, rng, fmt, axis):
     """Small rows stay whole beside large ones; within a row, small blocks lose bits as stated."""

@@ -162,7 +162,8 @@ def _odd_blocks(got, codes, scales):
 def _assert_few_and_near(odd, got, x, axis, spec, *, limit):
     """Blocks that differ are rare, and what a value NEAR to the right one would give.
 
-    Where sums of the tensor cores are not exact, they are cut off.
+    Where sums of the tensor cores are not exact, they are cut off. What is rounded to zero may have
+    either sign.
     """
     assert odd.sum() <= max(1, limit * odd.size), odd.sum()
     if not odd.any():
@@ -179,7 +180,9 @@ def _assert_few_and_near(odd, got, x, axis, spec, *, limit):
             rule=spec.scale_rule,
         )
         same = np.repeat(np.asarray(got[1]) == _last(want.scales, axis), 32, axis=1)
-        fits |= same & (codes == _last(want.codes, axis))
+        right = _last(want.codes, axis)
+        zeros = (codes | right) & spec.mx.max_code == 0
+        fits |= same & ((codes == right) | zeros)
     assert fits[np.repeat(odd, 32, axis=1)].all()
 
 

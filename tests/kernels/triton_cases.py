@@ -16,7 +16,7 @@ from adahop_jax.reference import operations as reference
 from tests import oracle
 from tests.kernels import interpreter
 from tests.kernels.test_contract import SEED, SPECS, by_axis, check_quantizing, random, special
-from triton_kernels import _launch, quantize_columns, quantize_rows
+from triton_kernels import _launch, quantize_columns, quantize_rows, quantize_tiles
 from triton_kernels.operations import Backend
 
 # Of numbers out of range, which the kernels look for afterwards.
@@ -48,18 +48,68 @@ def test_both_directions_in_one_read_equal_the_reference(
     for module in (quantize_rows, quantize_columns):
         monkeypatch.setattr(module, "_kernel", None)
     spec, x = TILES[name], random(rng, shape, dtype)
+    # Rows of MXFP6 are folded by the kernel that need not guess.
+    stored = spec.format == "mxfp6"
     wanted = [
-        reference.Wanted(stored, axis, spec, None, jnp.asarray(SEED), norms)
-        for stored, axis, norms in ((True, 0, True), (False, 1, False))
+        reference.Wanted(True, 0, spec, None, jnp.asarray(SEED), True),
+        reference.Wanted(stored, 1, spec, None, jnp.asarray(SEED)),
     ]
-    (codes, scales, norms), (operand, none) = _ops().views(x, *wanted)
-    (want, want_scales, want_norms), (values, _) = reference.views(x, *wanted)
+    (codes, scales, norms), last = _ops().views(x, *wanted)
+    (want, want_scales, want_norms), want_last = reference.views(x, *wanted)
     np.testing.assert_array_equal(codes, want)
     np.testing.assert_array_equal(scales, want_scales)
     np.testing.assert_allclose(norms, want_norms, rtol=1e-6)
-    assert none is None
-    # Numbers of ordinary size: nothing is below the window.
-    np.testing.assert_array_equal(kernels.values(operand), values.astype(jnp.float32))
+    assert last[-1] is None
+    if stored:
+        np.testing.assert_array_equal(last[0], want_last[0])
+        np.testing.assert_array_equal(last[1], want_last[1])
+    else:
+        # Numbers of ordinary size: nothing is below the window.
+        np.testing.assert_array_equal(kernels.values(last[0]), want_last[0].astype(jnp.float32))
+
+
+def _masked(x):
+    """The first 8 tokens of each of 8 sequences are masked."""
+    x = x.reshape(8, -1, x.shape[1]).copy()
+    x[:, :8] = 0
+    return x.reshape(-1, x.shape[2])
+
+
+def _scaled(x, rows, columns, factor):
+    x = x.copy()
+    x[rows, columns] *= factor
+    return x
+
+
+ALL, EVERY_128TH = slice(None), slice(None, None, 128)
+ORDINARY = {
+    "normal": (lambda x: x, {}),
+    "few values": (lambda x: np.where(np.abs(x) < 1.6, 0, x), {}),
+    "masked": (_masked, {}),
+    "one column large": (lambda x: _scaled(x, ALL, 37, 1000), {}),
+    "one column large, mxfp6": (lambda x: _scaled(x, ALL, 37, 1000), {"format": "mxfp6"}),
+    "first tokens large, mxfp4": (lambda x: _scaled(x, EVERY_128TH, ALL, 1000), {}),
+    "scaled": (lambda x: x, {"pre_scale": 2.0**12}),
+}
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+def test_guesses_serve_tensors_as_they_occur(kernels, rng, monkeypatch, name):
+    """What is flagged is done again, at many times the cost."""
+    flagged = []
+
+    def note(inputs, flags, *view, first_flag=0, axis, **rest):
+        count = -(-inputs[0].shape[1 - axis] // rest["flagged"])
+        flagged.append(int((np.asarray(flags)[first_flag : first_flag + count] > 0).sum()))
+        return view
+
+    for module in (quantize_tiles, quantize_columns):
+        monkeypatch.setattr(module, "settle", note)
+    change, options = ORDINARY[name]
+    x = jnp.asarray(change(rng.standard_normal((1024, 256)).astype(np.float32)), jnp.bfloat16)
+    spec = OperandSpec(hadamard=32, **options)
+    kernels.ops.views(x, *(reference.Wanted(False, axis, spec) for axis in (1, 0)))
+    assert flagged and not any(flagged), flagged
 
 
 def test_a_row_longer_than_one_pass(kernels, rng):
