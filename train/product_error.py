@@ -67,7 +67,7 @@ def capture(
     Zeros are added to each layer's output; the gradient by those zeros is dY.
 
     Args:
-      loss_fn: as for `adahop_jax.observe`; calls each layer once.
+      loss_fn: as for `adahop_jax.observe`; calls each layer once, its products in full.
       variables: of the model.
       *args: further arguments of `loss_fn`.
     """
@@ -76,17 +76,22 @@ def capture(
         inputs, outputs = {}, {}
 
         def intercept(
-            next_fun: Callable[..., jax.Array],
+            next_fun: Callable[..., Any],
             call_args: tuple[Any, ...],
             kwargs: dict[str, Any],
             context: nn.module.InterceptorContext,
-        ) -> jax.Array:
-            y = next_fun(*call_args, **kwargs)
-            if not (isinstance(context.module, ah.Dense) and context.method_name == "__call__"):
-                return y
-            path = "/".join(context.module.path)
-            inputs[path], outputs[path] = call_args[0], y
-            return y if zeros is None else y + zeros[path]
+        ) -> Any:
+            call = next_fun(*call_args, **kwargs)
+            if not (isinstance(context.module, ah.Dense) and context.method_name == "prepare"):
+                return call
+            path, dot = "/".join(context.module.path), call.layer.dot
+            if not call.in_full:
+                raise ValueError(f"{path}: its products are quantized; capture with Plan.full()")
+            inputs[path], outputs[path] = call_args[0], dot(*call.promoted)
+            if zeros is None:
+                return call
+            added = call.layer._replace(dot=lambda x, w: dot(x, w) + zeros[path])
+            return call._replace(layer=added)
 
         with nn.intercept_methods(intercept):
             value = loss_fn(variables, *args)

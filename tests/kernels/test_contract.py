@@ -178,7 +178,12 @@ def _assert_folded(got, values, scales, fmt):
 
 
 QUANTIZED = [
-    *((name, (40, 70), "bfloat16") for name in SPECS),
+    # Philox by halves takes Pallas' interpreter long: what else is stochastic, Triton's alone.
+    *(
+        (name, (40, 70), "bfloat16")
+        for name, spec in SPECS.items()
+        if KERNELS == ["triton"] or spec.rounding == "nearest" or name == "iht-stochastic"
+    ),
     *((name, (33, 41), "float32") for name in ("plain", "h64-signs")),
     *((name, (64, 32), "float16") for name in ("plain", "mxfp6")),
 ]
@@ -190,9 +195,7 @@ def test_quantizing_equals_the_reference(kernels, rng, name, shape, dtype, axis)
     check_quantizing(kernels, random(rng, shape, dtype), SPECS[name], axis)
 
 
-@pytest.mark.parametrize(
-    "shape", [(32, 32), (64, 160), (160, 96), (1, 320), (130, 7), (257, 130)], ids=str
-)
+@pytest.mark.parametrize("shape", [(32, 64), (96, 160), (130, 7), (257, 130)], ids=str)
 def test_views_of_any_size_equal_the_reference(kernels, rng, shape):
     """Both axes at once, at sizes of few blocks and of few tiles."""
     spec, x = SPECS["iht"], random(rng, shape, "bfloat16")
