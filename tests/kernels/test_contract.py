@@ -2,6 +2,7 @@
 
 Runs as it is for the reference and for Pallas, whose kernels JAX's interpreter runs and looks for
 races in; `test_interpreted.py` runs it again for Triton, in a process where its interpreter is on.
+On a GPU, both run compiled.
 """
 
 import contextlib
@@ -15,11 +16,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from adahop_jax import OperandSpec
+from adahop_jax._dispatch import resolve
 from adahop_jax._formats import FORMATS
 from adahop_jax.reference import operations as reference
 from adahop_jax.reference.operations import Wanted
 from tests import oracle
 from tests.dense import COMPILER_OPTIONS
+from tests.kernels.poison import poison
 
 SEED = np.array([123456789, 987654321], np.uint32)
 STOCHASTIC = {"rounding": "stochastic", "scale_rule": "ceil"}
@@ -48,8 +51,11 @@ class Subject:
     """A backend under test: `run` calls a function of its operations and of arrays."""
 
     def __init__(self, name):
-        self.name = name
-        if name == "pallas":
+        self.name, _, compiled = name.partition(" ")
+        self.compiled = bool(compiled)
+        if self.compiled:
+            self.ops = resolve(self.name)[1]
+        elif name == "pallas":
             from pallas_kernels.operations import Backend
 
             self.ops = Backend(processors=3)
@@ -62,9 +68,12 @@ class Subject:
             self.ops = reference
 
     def run(self, function, *arrays):
-        if self.name == "triton":  # whose interpreter wants arrays, not what `jit` traces
-            return function(self.ops, *arrays)
         call = functools.partial(function, self.ops)
+        if self.compiled:
+            poison()
+            return jax.block_until_ready(jax.jit(call)(*arrays))
+        if self.name == "triton":  # whose interpreter wants arrays, not what `jit` traces
+            return call(*arrays)
         with contextlib.ExitStack() as stack:
             if self.name == "pallas":
                 races = plgpu.InterpretGPUParams(detect_races=True)
@@ -82,7 +91,11 @@ class Subject:
         return _f64(view.data) * 2.0 ** exponents[:, None]
 
 
-KERNELS = ["triton"] if "TRITON_INTERPRET" in os.environ else ["pallas"]
+INTERPRETED = "triton" if "TRITON_INTERPRET" in os.environ else "pallas"
+KERNELS = [
+    INTERPRETED,
+    *(pytest.param(f"{name} compiled", marks=pytest.mark.gpu) for name in ("triton", "pallas")),
+]
 
 
 @pytest.fixture(params=KERNELS)
@@ -98,12 +111,12 @@ def subject(request, monkeypatch):
 
 
 def _subject(name, monkeypatch):
-    """A backend, interpreted, whose results start poisoned."""
+    """A backend whose results start poisoned."""
     if name == "triton":
         from tests.kernels import interpreter
 
         interpreter.install(monkeypatch)
-    elif name == "pallas":
+    elif name.startswith("pallas"):
         from pallas_kernels import _launch
 
         monkeypatch.setattr(_launch, "_memory", _poisoned)
@@ -157,7 +170,8 @@ def check_quantizing(kernels, x, spec, axis):
     """Codes and scales equal the reference's, operands and what is loaded within their window."""
     run = functools.partial(_quantized, axis=axis, spec=spec)
     codes, scales, norms, *operands = kernels.run(run, x, jnp.asarray(SEED))
-    want, want_scales, want_norms, values, _ = run(reference, x, jnp.asarray(SEED))
+    with jax.default_device(jax.devices("cpu")[0]):
+        want, want_scales, want_norms, values, _ = run(reference, np.asarray(x), jnp.asarray(SEED))
     np.testing.assert_array_equal(codes, want)
     np.testing.assert_array_equal(scales, want_scales)
     finite = np.isfinite(np.asarray(want_norms))
@@ -182,7 +196,7 @@ QUANTIZED = [
     *(
         (name, (40, 70), "bfloat16")
         for name, spec in SPECS.items()
-        if KERNELS == ["triton"] or spec.rounding == "nearest" or name == "iht-stochastic"
+        if INTERPRETED == "triton" or spec.rounding == "nearest" or name == "iht-stochastic"
     ),
     *((name, (33, 41), "float32") for name in ("plain", "h64-signs")),
     *((name, (64, 32), "float16") for name in ("plain", "mxfp6")),

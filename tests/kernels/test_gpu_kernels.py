@@ -17,6 +17,7 @@ from adahop_jax._dispatch import resolve
 from adahop_jax.reference import operations as reference
 from benchmarks.shapes import AWKWARD
 from tests import oracle_product
+from tests.kernels.poison import poison
 from triton_kernels.machines import MACHINES
 from triton_kernels.matmul import CHUNK
 from triton_kernels.quantize_tiles import takes
@@ -67,12 +68,6 @@ def product_ops(request):
 @pytest.fixture
 def rng(request):
     return np.random.default_rng([ord(c) for c in request.node.name])
-
-
-def _poison():
-    """Fills free memory, in pieces of every size, with what is NaN in each dtype."""
-    pieces = [jnp.full((2**k,), 0xFF, jnp.uint8) for k in range(8, 30) for _ in range(2)]
-    jax.block_until_ready(pieces)
 
 
 def _data(rng, rows, columns, kind):
@@ -134,7 +129,7 @@ def _check(ops, rng, shape, dtype, spec, axis):
         x = x.astype(jnp.dtype(dtype))
         with jax.default_device(jax.devices("cpu")[0]):
             codes, scales, norms, values, _ = jax.tree.map(np.asarray, plain(x, SEED))
-        _poison()
+        poison()
         got = kernels(x, SEED)
         odd = _odd_blocks(got, codes, scales)
         if not takes(jnp.asarray(x), spec, MACHINES["9.0"]):
@@ -233,7 +228,7 @@ def test_both_directions_in_one_read(ops, rng, shape, spec):
         reference.Wanted(stored, axis, spec, norms=stored)
         for stored, axis in ((True, 0), (False, 1), (True, 1), (False, 0))
     ]
-    _poison()
+    poison()
     pairs = [jax.jit(lambda x, w=w: ops.views(x, *w))(x) for w in (wanted[:2], wanted[2:])]
     for w, got in zip(wanted, [*pairs[0], *pairs[1]], strict=True):
         alone = jax.jit(lambda x, w=w: ops.views(x, w))(x)[0]
@@ -302,7 +297,7 @@ def test_products_against_float64(product_ops, rng, case):
             b *= 2.0 ** rng.integers(-30, 30, (1, n))
         a, b = (t.astype(jnp.dtype(dtype)) for t in (a, b))
         want, size = _exact(a, b, spec)
-        _poison()
+        poison()
         got = np.asarray(multiply(a, b)).astype(np.float64)
         allowed = _bound(size, k, spec) + unit * np.abs(want) + 2.0**-126
         assert (np.abs(got - want) <= allowed).all(), kind
@@ -315,7 +310,7 @@ def test_small_integers_are_exact(product_ops, rng, shape):
     m, n, k = shape
     # 0, 1, 2, 3 and 4 are exact in a block of them; sums stay below 2^11.
     a, b = (rng.integers(-4, 5, s).astype(np.float32) for s in ((m, k), (k, n)))
-    _poison()
+    poison()
     np.testing.assert_array_equal(_product(product_ops, PLAIN, "float32")(a, b), a @ b)
 
 
@@ -335,7 +330,7 @@ def test_outliers_are_overwritten_and_nothing_else(ops, rng, what, dtype):
         plain = ops.matmul(left, right, **both)
         return plain, ops.matmul(left, right, **both, **{what: (index, values)})
 
-    _poison()
+    poison()
     plain, got = (np.asarray(y) for y in jax.jit(run)(a, b, index, values))
     want = plain.copy()
     want[(index, slice(None)) if what == "rows" else (slice(None), index)] = values
@@ -349,7 +344,7 @@ def test_largest_norms(ops, rng, n, k):
     for faults in (0, min(2, k)):
         norms = np.round(np.abs(rng.standard_normal(n)), 2).astype(np.float32)
         norms[rng.choice(n, faults, replace=False)] = np.nan
-        _poison()
+        poison()
         got = np.sort(np.asarray(select(norms)))
         order = np.argsort(-np.where(np.isnan(norms), np.inf, norms), kind="stable")
         np.testing.assert_array_equal(got, np.sort(order[:k]))
@@ -362,7 +357,7 @@ def test_path_through_bfloat16(rng, spec):
     a, b = rng.standard_normal((130, 161)), rng.standard_normal((161, 40))
     a, b = (np.asarray(t, np.float32) for t in (a, b))
     want, size = _exact(a, b, spec)
-    _poison()
+    poison()
     got = np.asarray(_product(ops, spec, "float32")(a, b)).astype(np.float64)
     assert (np.abs(got - want) <= 192 * 2.0**-23 * size).all()
 
