@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import adahop_jax as ah
 from adahop_jax._plan import Level
 from adahop_jax._strategy import layer_plan
-from benchmarks import report, whole_step
+from benchmarks import report, timing, whole_step
 from benchmarks.kept import GIB, MIB, kept, size
 from benchmarks.make_plan import PLAN
 from benchmarks.report import Table
@@ -301,7 +301,7 @@ def main() -> None:
     steps = whole_step.measured(recipes)
     write("steps", steps, whole_step.steps_table(steps))
     of_largest = whole_step.recipes(plan, whole_step.LARGEST, whole_step.LARGEST_SIZES)
-    largest = [whole_step.largest_model(recipe) for recipe in of_largest]
+    largest = timing.concurrently(whole_step.largest_model, of_largest)
     write("largest", largest, whole_step.largest_table(largest))
 
 

@@ -14,7 +14,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -89,8 +89,13 @@ def compile_all(jobs: Sequence[Job]) -> list[Callable[..., Any]]:
     def compile_one(job: Job) -> Callable[..., Any]:
         return jax.jit(job.function).lower(*job.args).compile()
 
+    return concurrently(compile_one, jobs)
+
+
+def concurrently[A, B](function: Callable[[A], B], arguments: Iterable[A]) -> list[B]:
+    """The function's results, several at once: for compiling, which leaves Python alone."""
     with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
-        return list(pool.map(compile_one, jobs))
+        return list(pool.map(function, arguments))
 
 
 def measure_jobs(jobs: Sequence[Job], *, runs: int = RUNS) -> dict[str, Time]:

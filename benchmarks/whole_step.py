@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import adahop_jax as ah
+from benchmarks import timing
 from benchmarks.kept import GIB, kept, size
 from benchmarks.report import Table
 from train.configs import ModelConfig, OptimConfig
@@ -227,10 +228,9 @@ def measured(of: Iterable[Recipe]) -> list[Step]:
     A device's peak never falls, so that a step shows only if it takes more than all before it.
     """
     device = jax.devices()[0]
-    compiled = sorted(
-        ((recipe, compiled_step(recipe)[0]) for recipe in of),
-        key=lambda pair: taken(pair[1]),
-    )
+    recipes = list(of)
+    steps_of = timing.concurrently(lambda recipe: compiled_step(recipe)[0], recipes)
+    compiled = sorted(zip(recipes, steps_of, strict=True), key=lambda pair: taken(pair[1]))
     steps, highest = [], 0
     for recipe, step in compiled:
         if taken(step) > MEMORY:
