@@ -19,14 +19,13 @@ import numpy as np
 
 import adahop_jax as ah
 from adahop_jax._strategy import layer_plan
-from benchmarks.shapes import PROJECTIONS
+from benchmarks.shapes import PLAN, PROJECTIONS
 from train.configs import UserError
 from train.model import Llama, next_token_loss
 from train.smollm2 import check_perplexity, package_file, summaries
 from train.tokenizer import DataError
 from train.weights import load_gguf
 
-PLAN = Path(__file__).parent / "plan.json"
 LEVEL = 1
 MIDDLE = 15
 """Of 30 blocks."""

@@ -25,9 +25,8 @@ from adahop_jax._plan import Level
 from adahop_jax._strategy import layer_plan
 from benchmarks import report, timing, whole_step
 from benchmarks.kept import GIB, MIB, kept, size
-from benchmarks.make_plan import PLAN
 from benchmarks.report import Table
-from benchmarks.shapes import PROJECTIONS, TOKENS
+from benchmarks.shapes import PLAN, PROJECTIONS, TOKENS
 
 GROUPS = (("query", "key", "value"), ("out",), ("gate", "up"), ("down",))
 """The linears of a block that read the same X."""

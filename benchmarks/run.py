@@ -14,6 +14,7 @@ from typing import Any
 import adahop_jax as ah
 from adahop_jax._dispatch import resolve
 from benchmarks import gate, kernels, layers, product, report, sweep, timing
+from benchmarks.shapes import PLAN
 
 GROUPS = ("product", "kernels", "pallas", "layers", "sweep")
 
@@ -26,7 +27,7 @@ def main() -> None:
     parser.add_argument(
         "--runs", type=int, default=timing.RUNS, help="of each; their median counts"
     )
-    parser.add_argument("--plan", type=Path, default=Path(__file__).parent / "plan.json")
+    parser.add_argument("--plan", type=Path, default=PLAN)
     parser.add_argument("--commit", help="of the sources, where they lie in no git checkout")
     options = parser.parse_args()
     backend, ops = resolve(None)

@@ -1,6 +1,10 @@
 """The shapes that benchmarks and GPU tests share: one registry."""
 
 import dataclasses
+from pathlib import Path
+
+PLAN = Path(__file__).parent / "plan.json"
+"""What level-1 calibration gave for the linears of `PROJECTIONS`; `make_plan` makes it."""
 
 TOKENS = 16_384
 """Of a step of the layer benchmark."""

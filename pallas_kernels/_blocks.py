@@ -10,10 +10,11 @@ subnormal sums and cuts off what the largest scale cannot hold.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from adahop_jax._formats import F32_MANTISSA_BITS, MXFormat, OperandSpec
 from adahop_jax.reference import bits as b
-from adahop_jax.reference.philox import philox
+from adahop_jax.reference.philox import ROUNDS, State, philox_round
 from adahop_jax.reference.quantize import scale_exponent
 from pallas_kernels import _warpgroup as wg
 
@@ -34,7 +35,7 @@ def rotate(x: jax.Array, spec: OperandSpec, signs: jax.Array | None, *, careful:
     if spec.pre_scale != 1.0:
         x = x * spec.pre_scale
     if signs is not None:
-        x = x * jax.lax.broadcast_in_dim(signs, x.shape, [1])
+        x = x * lax.broadcast_in_dim(signs, x.shape, [1])
     if not spec.hadamard:
         return x
     # Subnormal values are dropped, and a zero that is rotated loses its sign.
@@ -82,20 +83,15 @@ def round_elements(
     """
     m = spec.mx.mantissa_bits
     q = y * wg.across(jnp.where(top < b.INFINITY, power_of_two(-ref), jnp.nan), BLOCK)
-    # The smallest normal element is 1; below it, steps are as wide as just above.
     unit = power_of_two(scale - ref)
-    binade = jnp.maximum(b.from_bits(b.to_bits(q) & b.INFINITY), wg.across(unit, BLOCK))
+    binade = _binade(q, wg.across(unit, BLOCK))
     if noise is None:
         # float32 keeps nothing below a step if so much is added that its last place is worth one,
         # and rounds ties to even.
         shift = binade * (1.5 * (1 << (F32_MANTISSA_BITS - m)))
         r = (q + shift) - shift
     else:
-        inverse = b.from_bits((254 << F32_MANTISSA_BITS) - b.to_bits(binade))
-        steps = jnp.abs(q) * inverse * (1 << m)
-        whole = steps.astype(jnp.int32).astype(jnp.float32)
-        whole = whole + (noise < steps - whole).astype(jnp.float32)
-        magnitude = whole * (binade * 2.0**-m)
+        magnitude = _steps(q, binade, noise, m).astype(jnp.float32) * (binade * 2.0**-m)
         r = b.from_bits(b.to_bits(magnitude) | (b.to_bits(q) & b.SIGN))
         r = jnp.where(jnp.abs(q) < jnp.inf, r, jnp.nan)
     if careful or spec.scale_rule == "floor":
@@ -104,24 +100,57 @@ def round_elements(
     return r
 
 
-def packed(r: jax.Array, y: jax.Array, top: jax.Array, fmt: MXFormat) -> jax.Array:
-    """Elements at scale 1 as bytes, uint8 (THREADS, bytes): a bit stream, low bits first.
+def encode_elements(
+    y: jax.Array,
+    scale: jax.Array,
+    top: jax.Array,
+    noise: jax.Array | None,
+    spec: OperandSpec,
+    *,
+    careful: bool,
+) -> jax.Array:
+    """Blocks rounded to codes, int32 (THREADS, 32); zeros in those with a fault.
 
     Args:
-      r: elements (THREADS, 32).
-      y: what was rounded: where r is a zero, the sign is y's.
-      top: of the blocks, from `block_scales`; with a fault, codes are zeros.
-      fmt: the format.
+      y, scale, top, noise, spec, careful: as for `round_elements`.
     """
-    m, magnitude = fmt.mantissa_bits, jnp.abs(r)
-    # Exponent and mantissa lie in a float32 as in a code; below the smallest normal element, which
-    # is 1, after 1 is added.
-    below = b.to_bits(magnitude + 1.0) - (1 << F32_MANTISSA_BITS)
-    fields = jnp.where(magnitude < 1.0, below, b.to_bits(magnitude))
-    code = (fields >> (F32_MANTISSA_BITS - m)) - (126 << m)
+    fmt, m = spec.mx, spec.mx.mantissa_bits
+    q = y * wg.across(power_of_two(-scale), BLOCK)
+    binade = _binade(q, jnp.ones_like(q))
+    # A code counts steps from zero, as many in each binade: of these, the binade's exponent and the
+    # steps from the binade on are two parts, and a carry goes from one to the other by itself.
+    if noise is None:
+        # As in `round_elements`, and what is added holds the exponent.
+        bits = b.to_bits(jnp.abs(q) + binade * (1 << (F32_MANTISSA_BITS - m)))
+        steps, exponent = bits & ((4 << m) - 1), 127 + F32_MANTISSA_BITS - m
+    else:
+        bits = b.to_bits(binade)
+        steps, exponent = _steps(q, binade, noise, m), 127
+    code = steps + (bits >> (F32_MANTISSA_BITS - m)) - (exponent << m)
+    if careful or spec.scale_rule == "floor":
+        code = jnp.minimum(code, fmt.max_code)
     sign = (b.to_bits(y) >> (31 - fmt.magnitude_bits)) & (1 << fmt.magnitude_bits)
-    code = jnp.where(wg.across(top, BLOCK) < b.INFINITY, code | sign, 0)
+    return (code | sign) & wg.across(jnp.where(top < b.INFINITY, -1, 0), BLOCK)
 
+
+def _binade(q: jax.Array, unit: jax.Array) -> jax.Array:
+    """The power of two below |q|, but `unit`, the smallest normal element, if that is larger.
+
+    Below the smallest normal element, steps are as wide as just above.
+    """
+    return jnp.maximum(b.from_bits(b.to_bits(q) & b.INFINITY), unit)
+
+
+def _steps(q: jax.Array, binade: jax.Array, noise: jax.Array, m: int) -> jax.Array:
+    """|q| in steps of its binade, stochastically rounded to int32."""
+    inverse = b.from_bits((254 << F32_MANTISSA_BITS) - b.to_bits(binade))
+    steps = jnp.abs(q) * inverse * (1 << m)
+    whole = steps.astype(jnp.int32)
+    return whole + (noise < steps - whole.astype(jnp.float32)).astype(jnp.int32)
+
+
+def packed(code: jax.Array, fmt: MXFormat) -> jax.Array:
+    """Codes (THREADS, 32) as bytes, uint8 (THREADS, bytes): a bit stream, low bits first."""
     codes = wg.columns_of(code)
     group, bits = fmt.pack_group, fmt.element_bits
     word = wg.beside(codes[::group])
@@ -132,18 +161,28 @@ def packed(r: jax.Array, y: jax.Array, top: jax.Array, fmt: MXFormat) -> jax.Arr
 
 
 def unpacked(octets: jax.Array, fmt: MXFormat) -> jax.Array:
-    """The inverse of `packed`: elements as float32 (THREADS, 32)."""
+    """The elements whose codes `packed` made bytes of: float32 (THREADS, 32)."""
     columns = wg.columns_of(octets.astype(jnp.int32))
     word = wg.beside(columns[:: fmt.pack_bytes])
     for i in range(1, fmt.pack_bytes):
         word = word | (wg.beside(columns[i :: fmt.pack_bytes]) << (8 * i))
-    group, bits, m = fmt.pack_group, fmt.element_bits, fmt.mantissa_bits
-    code = wg.interleaved(tuple(word >> (bits * i) for i in range(group)))
-    fields = code & fmt.max_code
-    value = b.from_bits((fields + (126 << m)) << (F32_MANTISSA_BITS - m))
-    below = fields.astype(jnp.float32) * 2.0**-m
-    sign = (code & (1 << fmt.magnitude_bits)) << (31 - fmt.magnitude_bits)
-    magnitude = jnp.where(fields < (1 << m), below, value)
+    return wg.interleaved(
+        tuple(_element(word, fmt.element_bits * i, fmt) for i in range(fmt.pack_group))
+    )
+
+
+def _element(word: jax.Array, start: int, fmt: MXFormat) -> jax.Array:
+    """The element, float32, whose code starts at a bit of a word.
+
+    Exponent and mantissa lie in a float32 as in a code. Put there under an exponent of 1, they are
+    four times the element; below the smallest normal one, which is 1, it is half of that less 1,
+    which from there on is larger.
+    """
+    place = F32_MANTISSA_BITS - fmt.mantissa_bits
+    fields = (word << (place - start)) & (fmt.max_code << place)
+    four = b.from_bits(fields | (128 << F32_MANTISSA_BITS))
+    magnitude = jnp.minimum(four * 0.5 - 1.0, four * 0.25)
+    sign = (word << (31 - fmt.magnitude_bits - start)) & b.SIGN
     return b.from_bits(b.to_bits(magnitude) | sign)
 
 
@@ -156,7 +195,10 @@ def uniform(row: jax.Array, group: jax.Array, seed: jax.Array) -> tuple[jax.Arra
       seed: uint32 (2,).
     """
     zero = jnp.zeros_like(row).astype(jnp.uint32)
-    words = philox((group.astype(jnp.uint32), row.astype(jnp.uint32), zero, zero), seed)
+    counter = group.astype(jnp.uint32), row.astype(jnp.uint32), zero, zero
+    state = State(counter, (seed[0], seed[1]))
+    # In a loop: written out, the rounds take long to compile.
+    words = lax.fori_loop(0, ROUNDS, lambda _, state: philox_round(state), state).counter
     return tuple((word >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24 for word in words)
 
 

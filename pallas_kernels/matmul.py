@@ -21,6 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from adahop_jax._formats import SCALE_BIAS
 from adahop_jax._view import View
 from pallas_kernels import _warpgroup as wg
 from pallas_kernels._blocks import power_of_two
@@ -48,7 +49,7 @@ class Inputs(NamedTuple):
 
     Attributes:
       a, b: FP8 (rows, length) and (columns, length), of whole tiles.
-      a_refs, b_refs: int32, exponents that their rows were divided by.
+      a_refs, b_refs: uint8, exponents that their rows were divided by, + 127.
     """
 
     a: Any
@@ -98,7 +99,7 @@ def matmul(
     m, n = a.data.shape[0], b.data.shape[0]
     itemsize = jnp.dtype(dtype).itemsize
     sides = wg.whole(a.data), wg.whole(b.data)
-    refs = (wg.whole_vector(view.refs).astype(jnp.int32) - 127 for view in (a, b))
+    refs = (wg.whole_vector(view.refs) for view in (a, b))
     y = launch(
         functools.partial(_kernel, scale=scale, at_once=chunk // TILE),
         Inputs(*sides, *refs),
@@ -195,11 +196,12 @@ def _kernel(inputs: Inputs, y: Any, scratch: Scratch, *, scale: float, at_once: 
                 )
 
         def _load_refs(refs: Any, first: jax.Array, reduced: int) -> jax.Array:
-            return plgpu.load(
+            octets = plgpu.load(
                 refs.at[pl.ds(first, TILE)],
                 layout=plgpu.Layout.WGMMA.reduce(reduced),
                 optimized=False,
             )
+            return octets.astype(jnp.int32) - SCALE_BIAS
 
         def _sum(first: jax.Array, end: jax.Array, *, pass_on: jax.Array) -> jax.Array:
             """Of the products of steps [first, end); float32 takes over after `at_once` of them."""

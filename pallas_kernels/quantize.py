@@ -3,13 +3,13 @@
 A view has the contracted axis last. Its tiles are loaded as they lie in x; along the first axis
 they are transposed as they are read from shared memory. Each thread has one row of a view's tile,
 and takes its blocks one after the other: `_blocks` says what happens to them. Where both views are
-asked for, each tile of x is loaded twice, the second time from the cache.
+asked for, each tile of x is loaded once for both.
 
 A folded view divides its rows by reference exponents, which no thread can know that has not seen
-all of a row. They are guessed beforehand, from a few values: FP8 spans so many binades that the
-guess nearly always serves. Beside the data, the extremes of all scales are written down. Rows
-that did not fit, or hold values near the ends of float32's range, are done again, carefully, by
-the same kernel and with the exponents that are known by then.
+all of a row. They are guessed, from a few values: FP8 spans so many binades that the guess nearly
+always serves. Beside the data, the extremes of all scales are written down. A second kernel looks
+through them: rows that did not fit, or hold values near the ends of float32's range, are done
+again, carefully, and with the exponents that are known by then.
 
 Lowered by Mosaic GPU: TMA loads and stores tiles, and layouts say which thread has what, so that
 nothing moves between threads unasked. Tiles are whole: what is not is padded beforehand.
@@ -26,26 +26,38 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from adahop_jax._formats import OperandSpec
+from adahop_jax._formats import SCALE_BIAS, SCALE_NAN, OperandSpec
 from adahop_jax._view import BLOCK, FOLDS, Request, View, block_signs
 from adahop_jax.reference import bits as b
 from adahop_jax.reference.operations import rotate as rotate_beforehand
 from adahop_jax.reference.operations import squared_norms
 from pallas_kernels import _warpgroup as wg
-from pallas_kernels._blocks import block_scales, packed, rotate, round_elements, uniform
+from pallas_kernels._blocks import (
+    block_scales,
+    encode_elements,
+    packed,
+    rotate,
+    round_elements,
+    uniform,
+)
 from pallas_kernels._launch import launch
 
 TILE = wg.THREADS
 """Rows and columns of x that a program works on."""
-CHUNK = 64
-"""Of a view's row, loaded and stored at a time."""
-CHUNKS = TILE // CHUNK
+BLOCKS = TILE // BLOCK
+"""In a row of a tile."""
+CHUNK = 2
+"""Blocks of a row that are stored at a time."""
 SAMPLES = 8
 """Values of a row that its reference exponent is guessed from."""
 TRUSTED = -60, 60
 """Scale exponents between which nothing needs care."""
 UNSEEN = 127, -127
 """Least and largest scale exponent of a row of zeros."""
+AT_ONCE = 16
+"""Tiles whose extremes are looked at together."""
+SHARES = 4
+"""Programs among which a row of tiles is divided that may have to be done again."""
 
 
 class Extremes(NamedTuple):
@@ -61,14 +73,14 @@ class Extremes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """What the kernel knows of a view while it is compiled.
+    """What the kernels know of a view while they are compiled.
 
     Attributes:
       axis: of x that is contracted.
       folded: whether FP8 is written, not codes.
       spec: how blocks are quantized.
       norms: whether squared norms of the rows are written too.
-      careful: see `_blocks`; then only tiles of rows that are named are done.
+      careful: see `_blocks`.
     """
 
     axis: int
@@ -86,21 +98,21 @@ class Cut:
         """Bytes of data in so much of a row."""
         return length if self.folded else self.spec.mx.packed_length(length)
 
+    def place(self, rows: Any, steps: Any) -> tuple[Any, Any]:
+        """The index into x of a view's rows and steps along them."""
+        return (rows, steps) if self.axis else (steps, rows)
+
 
 class Inputs(NamedTuple):
-    """What a view's tiles are made from, besides x; None where it is not needed.
+    """What a view is made from, besides x; None where it is not needed.
 
     Attributes:
-      refs: int32 (rows,), the rows' reference exponents.
       signs: float32 (32,).
       seed: uint32 (2,).
-      again: int32 (tiles,), which tiles of rows are to be done; None for all.
     """
 
-    refs: Any
     signs: Any
     seed: Any
-    again: Any
 
 
 class Results(NamedTuple):
@@ -108,35 +120,37 @@ class Results(NamedTuple):
 
     Attributes:
       data: FP8 (rows, length), or uint8 (rows, bytes).
-      scales: uint8 (rows, blocks), E8M0, unless folded.
+      refs: int32 (rows,), reference exponents, if folded.
+      scales: int32 (rows, tiles), the E8M0 bytes of a tile's blocks, unless folded.
       extremes: of scales.
-      norms: float32 (tiles in a row, rows), parts of the squared norms.
+      norms: float32 (tiles, rows), parts of the squared norms.
     """
 
     data: Any
+    refs: Any
     scales: Any
     extremes: Any
     norms: Any
 
 
 class Scratch(NamedTuple):
-    """What a block has to itself for a view.
+    """What a block has to itself.
 
     Attributes:
-      x: a tile as it lies in x, by chunks of the view.
-      data: what is written of it.
-      arrived: a barrier for each chunk.
+      x: a tile.
+      data: for each view, what is written of it, by chunks.
+      arrived: a barrier for x.
     """
 
     x: Any
-    data: Any
+    data: tuple[Any, ...]
     arrived: Any
 
 
-def _kernel(
+def _quantize_kernel(
     inputs: tuple[Any, tuple[Inputs, ...]],
     results: tuple[Results, ...],
-    scratch: tuple[Scratch, ...],
+    scratch: Scratch,
     *,
     cuts: tuple[Cut, ...],
 ) -> None:
@@ -145,83 +159,149 @@ def _kernel(
     corner = lax.axis_index("down"), lax.axis_index("across")
     views = [
         (cut, corner[1 - cut.axis], corner[cut.axis], *of_view)
-        for cut, *of_view in zip(cuts, given, results, scratch, strict=True)
+        for cut, *of_view in zip(cuts, given, results, scratch.data, strict=True)
     ]
+    _load(x, scratch, *corner)
+    refs = [_guess(x, tile, cut) if cut.folded else None for cut, tile, *_ in views]
+    plgpu.barrier_wait(scratch.arrived)
+    for ref, (cut, tile, nth, of_view, written, data) in zip(refs, views, strict=True):
+        _quantize(scratch.x, of_view, ref, written, data, tile, nth, cut)
+        if cut.folded:
+            rows = pl.ds(tile * TILE, TILE)
 
-    def run() -> None:
-        for cut, tile, nth, _, _, own in views:
-            _load(x, own, tile, nth, cut)
-        for cut, tile, nth, of_view, written, own in views:
-            _quantize(of_view, written, own, tile, nth, cut)
+            @pl.when(nth == 0)
+            def _store(ref: Any = ref, written: Results = written, rows: Any = rows) -> None:
+                written.refs.at[rows][...] = ref
 
-    if given[0].again is None:
-        run()
-    else:
-        (cut,) = cuts
-        pl.when(given[0].again[corner[1 - cut.axis]] != 0)(run)
+    plgpu.wait_smem_to_gmem(0)
 
 
-def _load(x: Any, own: Scratch, tile: Any, nth: Any, cut: Cut) -> None:
-    """Starts to load the `nth` tile in the `tile`-th row of a view's tiles."""
+def _settle_kernel(
+    inputs: tuple[Any, Inputs, Extremes, Any], results: Results, scratch: Scratch, *, cut: Cut
+) -> None:
+    """A block: a share of a row of a view's tiles, if any of its rows has to be done again."""
+    x, given, extremes, guessed = inputs
+    tile, share = lax.axis_index("tile"), lax.axis_index("share")
+    tiles = x.shape[cut.axis] // TILE
     rows = pl.ds(tile * TILE, TILE)
-    for i in range(CHUNKS):
-        steps = pl.ds(nth * TILE + i * CHUNK, CHUNK)
-        place = (rows, steps) if cut.axis else (steps, rows)
-        plgpu.copy_gmem_to_smem(x.at[place], own.x.at[i], own.arrived.at[i])
+
+    def look(i: Any, seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        least, largest = seen
+        for j in range(AT_ONCE):
+            nth = jnp.minimum(i * AT_ONCE + j, tiles - 1)
+            least = jnp.minimum(least, wg.load_each(extremes.least.at[nth, rows]))
+            largest = jnp.maximum(largest, wg.load_each(extremes.largest.at[nth, rows]))
+        return least, largest
+
+    start = wg.each(UNSEEN[0]), wg.each(UNSEEN[1])
+    least, largest = lax.fori_loop(0, pl.cdiv(tiles, AT_ONCE), look, start)
+    fits = (least >= TRUSTED[0]) & (largest <= TRUSTED[1])
+    ref = None
+    if cut.folded:
+        fold = FOLDS[cut.spec.format]
+        ref = wg.load_each(guessed.at[rows])
+        fits &= (least >= ref + fold.low) & (largest <= ref + fold.top)
+        ref = jnp.where(fits, ref, jnp.maximum(largest - fold.top, -127))
+
+        @pl.when(share == 0)
+        def _store() -> None:
+            results.refs.at[rows][...] = ref
+
+    @pl.when(jnp.max(jnp.where(fits, 0, 1)) > 0)
+    def _again() -> None:
+        def redo(i: Any, _: None) -> None:
+            nth = i * SHARES + share
+            corner = (tile, nth) if cut.axis else (nth, tile)
+            _load(x, scratch, *corner)
+            plgpu.barrier_wait(scratch.arrived)
+            _quantize(scratch.x, given, ref, results, scratch.data[0], tile, nth, cut)
+            plgpu.wait_smem_to_gmem(0)
+
+        lax.fori_loop(0, lax.div(tiles - share + SHARES - 1, SHARES), redo, None)
 
 
-def _quantize(given: Inputs, written: Results, own: Scratch, tile: Any, nth: Any, cut: Cut) -> None:
-    """Quantizes and stores what `_load` loads."""
+def _load(x: Any, scratch: Scratch, down: Any, across: Any) -> None:
+    """Starts to load a tile."""
+    place = pl.ds(down * TILE, TILE), pl.ds(across * TILE, TILE)
+    plgpu.copy_gmem_to_smem(x.at[place], scratch.x, scratch.arrived)
+
+
+def _guess(x: Any, tile: Any, cut: Cut) -> jax.Array:
+    """Reference exponents, int32 (THREADS,), from a few values of each of a view's rows.
+
+    Padding lies at an end, and sequences begin at even parts of the tokens: the values lie between.
+    A row of which only zeros are seen is taken for the largest of the tile's.
+    """
+    length, fold, spec = x.shape[cut.axis], FOLDS[cut.spec.format], cut.spec
+    first, stride = 3 * length // (8 * SAMPLES), length // SAMPLES
+    largest = wg.each(0)
+    for i in range(SAMPLES):
+        some = wg.load_each(x.at[cut.place(pl.ds(tile * TILE, TILE), first + i * stride)])
+        largest = jnp.maximum(largest, b.to_bits(some) & b.MAGNITUDE)
+    of_all = jnp.max(jnp.where(largest < b.INFINITY, largest, 0))
+    largest = jnp.where(largest == 0, of_all, largest)
+    # A rotated block's largest value is some four times its values' usual size.
+    growth = round(math.log2(spec.pre_scale)) + (2 if spec.hadamard else 0)
+    expected = b.exponent(largest) - spec.mx.max_exponent + growth
+    return jnp.minimum(jnp.maximum(expected, TRUSTED[0] - fold.low), TRUSTED[1] - fold.top)
+
+
+def _quantize(
+    x: Any,
+    given: Inputs,
+    ref: jax.Array | None,
+    written: Results,
+    stored: Any,
+    tile: Any,
+    nth: Any,
+    cut: Cut,
+) -> None:
+    """Quantizes and stores the `nth` tile in the `tile`-th row of a view's tiles."""
     rows = pl.ds(tile * TILE, TILE)
-    ref = wg.load_each(given.refs.at[rows]) if cut.folded else None
     signs = None if given.signs is None else wg.load_all(given.signs)
-    per_chunk = CHUNK // BLOCK
 
     def chunk(i: Any, seen: tuple[Any, ...]) -> tuple[Any, ...]:
-        least, largest, norm = seen
-        plgpu.barrier_wait(own.arrived.at[i])
-        values = (wg.load_rows if cut.axis else wg.load_columns)(own.x.at[i])
+        least, largest, norm, octets = seen
+        steps = pl.ds(i * (CHUNK * BLOCK), CHUNK * BLOCK)
+        values = (wg.load_rows if cut.axis else wg.load_columns)(
+            x.at[cut.place(slice(None), steps)]
+        )
         data = []
-        for j in range(per_chunk):
+        for j in range(CHUNK):
+            place = i * CHUNK + j
             block = values[:, j * BLOCK : (j + 1) * BLOCK].astype(jnp.float32)
             norm = norm + jnp.sum(block * block, axis=1) if cut.norms else norm
-            noise = _noise(given, tile * TILE, nth * TILE + i * CHUNK + j * BLOCK, cut)
+            noise = _noise(given, tile * TILE, nth * TILE + place * BLOCK, cut)
             y = rotate(block, cut.spec, signs, careful=cut.careful)
             scale, top = block_scales(y, cut.spec)
             # Zeros and faults fit everywhere.
             counts = (top > 0) & (top < b.INFINITY)
             least = jnp.minimum(least, jnp.where(counts, scale, UNSEEN[0]))
             largest = jnp.maximum(largest, jnp.where(counts, scale, UNSEEN[1]))
-            r = round_elements(
-                y,
-                scale,
-                top,
-                ref if cut.folded else scale,
-                noise,
-                cut.spec,
-                careful=cut.careful,
-            )
-            if cut.folded:
+            if ref is not None:
+                r = round_elements(y, scale, top, ref, noise, cut.spec, careful=cut.careful)
                 data.append(wg.in_vectors(r).astype(cut.dtype))
             else:
-                data.append(wg.in_vectors(packed(r, y, top, cut.spec.mx)))
-                byte = jnp.where(top < b.INFINITY, scale + 127, 255).astype(jnp.uint8)
-                written.scales.at[rows, (nth * CHUNKS + i) * per_chunk + j][...] = byte
-        own.data.at[i][...] = wg.beside(data)
+                code = encode_elements(y, scale, top, noise, cut.spec, careful=cut.careful)
+                data.append(wg.in_vectors(packed(code, cut.spec.mx)))
+                octet = jnp.where(top < b.INFINITY, scale + SCALE_BIAS, SCALE_NAN)
+                octets = octets | (octet << (8 * place))
+        stored.at[i][...] = wg.beside(data)
         plgpu.commit_smem()
-        width = cut.width(CHUNK)
-        place = pl.ds((nth * CHUNKS + i) * width, width)
-        plgpu.copy_smem_to_gmem(own.data.at[i], written.data.at[rows, place])
-        return least, largest, norm
+        width = cut.width(CHUNK * BLOCK)
+        place = pl.ds((nth * (BLOCKS // CHUNK) + i) * width, width)
+        plgpu.copy_smem_to_gmem(stored.at[i], written.data.at[rows, place])
+        return least, largest, norm, octets
 
-    start = wg.each(UNSEEN[0]), wg.each(UNSEEN[1]), wg.each(0.0)
-    least, largest, norm = lax.fori_loop(0, CHUNKS, chunk, start)
+    start = wg.each(UNSEEN[0]), wg.each(UNSEEN[1]), wg.each(0.0), wg.each(0)
+    least, largest, norm, octets = lax.fori_loop(0, BLOCKS // CHUNK, chunk, start)
+    if not cut.folded:
+        written.scales.at[rows, nth][...] = octets
     if not cut.careful:
         written.extremes.least.at[nth, rows][...] = least
         written.extremes.largest.at[nth, rows][...] = largest
     if cut.norms:
         written.norms.at[nth, rows][...] = norm
-    plgpu.wait_smem_to_gmem(0)
 
 
 def _noise(given: Inputs, row: Any, step: Any, cut: Cut) -> jax.Array | None:
@@ -264,8 +344,15 @@ def quantize(x: jax.Array, *wanted: tuple[int, Request]) -> list[View]:
         return [_large(x, *wanted[0])]
     shape = x.shape
     x = wg.whole(x)
-    cuts, given = zip(*(_asked(x, axis, request) for axis, request in wanted), strict=True)
-    results = _launched(x, cuts, given, tuple(_memory(x.shape, cut) for cut in cuts))
+    cuts, given = zip(*(_asked(axis, request) for axis, request in wanted), strict=True)
+    results = launch(
+        functools.partial(_quantize_kernel, cuts=cuts),
+        (x, given),
+        tuple(_memory(x.shape, cut) for cut in cuts),
+        grid=(x.shape[0] // TILE, x.shape[1] // TILE),
+        grid_names=("down", "across"),
+        scratch=_scratch(x, *cuts),
+    )
     return [
         _view(_settled(x, cut, *of_view), cut, shape)
         for cut, *of_view in zip(cuts, given, results, strict=True)
@@ -281,96 +368,62 @@ def _large(x: jax.Array, axis: int, request: Request) -> View:
     return view._replace(norms=squared_norms(x, axis=axis)) if request.norms else view
 
 
-def _asked(x: jax.Array, axis: int, request: Request) -> tuple[Cut, Inputs]:
+def _asked(axis: int, request: Request) -> tuple[Cut, Inputs]:
     """What the kernel does for a view, and what it needs besides x."""
     kind, spec, seed, sign_seed, norms = request
     if spec.rounding == "stochastic" and seed is None:
         raise ValueError("stochastic rounding needs a seed; pass a uint32[2]")
-    cut = Cut(axis=axis, folded=kind == "folded", spec=spec, norms=norms, careful=False)
     signs = block_signs(spec, sign_seed, count=BLOCK) if spec.signs == "random" else None
-    refs = _guess(x, cut) if cut.folded else None
-    return cut, Inputs(refs, signs, seed if spec.rounding == "stochastic" else None, None)
-
-
-def _guess(x: jax.Array, cut: Cut) -> jax.Array:
-    """Reference exponents from a few values of each row of a view, all over it.
-
-    Padding lies at an end, and sequences begin at even parts of the tokens: the values lie between.
-    A row of which only zeros are seen is taken for the largest.
-    """
-    length, fold, spec = x.shape[cut.axis], FOLDS[cut.spec.format], cut.spec
-    first, stride = 3 * length // (8 * SAMPLES), length // SAMPLES
-    some = lax.slice_in_dim(x, first, None, stride=stride, axis=cut.axis).astype(jnp.float32)
-    largest = jnp.max(jnp.abs(some), axis=cut.axis)
-    largest = jnp.where(largest == 0, jnp.max(largest, initial=0, where=largest < jnp.inf), largest)
-    # A rotated block's largest value is some four times its values' usual size.
-    growth = round(math.log2(spec.pre_scale)) + (2 if spec.hadamard else 0)
-    expected = b.exponent(b.to_bits(largest)) - spec.mx.max_exponent + growth
-    return jnp.clip(expected, TRUSTED[0] - fold.low, TRUSTED[1] - fold.top)
+    cut = Cut(axis=axis, folded=kind == "folded", spec=spec, norms=norms, careful=False)
+    return cut, Inputs(signs, seed if spec.rounding == "stochastic" else None)
 
 
 def _memory(shape: tuple[int, ...], cut: Cut) -> Results:
     """Shapes and dtypes of what is written, for x of whole tiles."""
-    rows, length = shape[1 - cut.axis], shape[cut.axis]
-    each = jax.ShapeDtypeStruct((length // TILE, rows), jnp.int32)
+    rows, tiles = shape[1 - cut.axis], shape[cut.axis] // TILE
+    each = jax.ShapeDtypeStruct((tiles, rows), jnp.int32)
     return Results(
-        data=jax.ShapeDtypeStruct((rows, cut.width(length)), cut.dtype),
-        scales=None if cut.folded else jax.ShapeDtypeStruct((rows, length // BLOCK), jnp.uint8),
+        data=jax.ShapeDtypeStruct((rows, tiles * cut.width(TILE)), cut.dtype),
+        refs=jax.ShapeDtypeStruct((rows,), jnp.int32) if cut.folded else None,
+        scales=None if cut.folded else jax.ShapeDtypeStruct((rows, tiles), jnp.int32),
         extremes=Extremes(each, each),
         norms=jax.ShapeDtypeStruct(each.shape, jnp.float32) if cut.norms else None,
     )
 
 
-def _launched(
-    x: jax.Array, cuts: tuple[Cut, ...], given: tuple[Inputs, ...], results: tuple[Results, ...]
-) -> tuple[Results, ...]:
-    scratch = []
-    for cut in cuts:
-        tile = (CHUNKS, TILE, CHUNK) if cut.axis else (CHUNKS, CHUNK, TILE)
-        scratch.append(
-            Scratch(
-                wg.shared(tile, x.dtype),
-                wg.shared((CHUNKS, TILE, cut.width(CHUNK)), cut.dtype),
-                plgpu.Barrier(num_barriers=CHUNKS),
-            )
-        )
-    return launch(
-        functools.partial(_kernel, cuts=cuts),
-        (x, given),
-        results,
-        grid=(x.shape[0] // TILE, x.shape[1] // TILE),
-        grid_names=("down", "across"),
-        scratch=tuple(scratch),
+def _scratch(x: jax.Array, *cuts: Cut) -> Scratch:
+    chunks, steps = BLOCKS // CHUNK, CHUNK * BLOCK
+    return Scratch(
+        wg.shared((TILE, TILE), x.dtype),
+        tuple(wg.shared((chunks, TILE, cut.width(steps)), cut.dtype) for cut in cuts),
+        plgpu.Barrier(),
     )
 
 
-def _settled(x: jax.Array, cut: Cut, given: Inputs, results: Results) -> tuple[Results, jax.Array]:
-    """A view in which rows that did not fit are done again; and its reference exponents."""
-    least = jnp.min(results.extremes.least, axis=0)
-    largest = jnp.max(results.extremes.largest, axis=0)
-    fits = (least >= TRUSTED[0]) & (largest <= TRUSTED[1])
-    refs = given.refs
-    if cut.folded:
-        fold = FOLDS[cut.spec.format]
-        fits &= (least >= refs + fold.low) & (largest <= refs + fold.top)
-        refs = jnp.where(fits, refs, jnp.maximum(largest - fold.top, -127))
-    again = jnp.any(~fits.reshape(-1, TILE), axis=1).astype(jnp.int32)
-    (settled,) = _launched(
-        x,
-        (dataclasses.replace(cut, careful=True, norms=False),),
-        (given._replace(refs=refs, again=again),),
-        (results._replace(extremes=None, norms=None),),
+def _settled(x: jax.Array, cut: Cut, given: Inputs, results: Results) -> Results:
+    """A view in which rows that did not fit are done again."""
+    careful = dataclasses.replace(cut, careful=True, norms=False)
+    settled = launch(
+        functools.partial(_settle_kernel, cut=careful),
+        (x, given, results.extremes, results.refs),
+        results._replace(refs=_memory(x.shape, cut).refs, extremes=None, norms=None),
+        grid=(x.shape[1 - cut.axis] // TILE, SHARES),
+        grid_names=("tile", "share"),
+        scratch=_scratch(x, careful),
     )
-    return settled._replace(norms=results.norms), refs
+    return settled._replace(norms=results.norms)
 
 
-def _view(settled: tuple[Results, jax.Array], cut: Cut, shape: tuple[int, ...]) -> View:
+def _view(results: Results, cut: Cut, shape: tuple[int, ...]) -> View:
     """What callers see of it, who passed x of that shape."""
-    results, refs = settled
     rows, length = shape[1 - cut.axis], cut.spec.padded_length(shape[cut.axis])
+    scales = None
+    if not cut.folded:
+        octets = lax.bitcast_convert_type(results.scales, jnp.uint8)
+        scales = octets.reshape(octets.shape[0], -1)[:rows, : cut.spec.mx.blocks(length)]
     return View(
         results.data[:rows, : cut.width(length)],
-        None if cut.folded else results.scales[:rows, : cut.spec.mx.blocks(length)],
-        (refs[:rows] + 127).astype(jnp.uint8) if cut.folded else None,
+        scales,
+        (results.refs[:rows] + SCALE_BIAS).astype(jnp.uint8) if cut.folded else None,
         jnp.sum(results.norms, axis=0)[:rows] if cut.norms else None,
     )

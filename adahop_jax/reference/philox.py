@@ -4,13 +4,27 @@ The bits of an element depend on the seed and on the element's place alone, so t
 for every tile, shard, backend and recomputation. `tl.rand` is the same generator.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-_ROUNDS = 10
+ROUNDS = 10
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+class State(NamedTuple):
+    """What a round turns into the next.
+
+    Attributes:
+      counter: four uint32 arrays of one shape.
+      keys: two uint32 scalars.
+    """
+
+    counter: tuple[jax.Array, ...]
+    keys: tuple[jax.Array, jax.Array]
 
 
 def philox(counter: tuple[jax.Array, ...], seed: jax.Array) -> tuple[jax.Array, ...]:
@@ -23,14 +37,21 @@ def philox(counter: tuple[jax.Array, ...], seed: jax.Array) -> tuple[jax.Array, 
     Returns:
       Four uint32 arrays of the counters' shape.
     """
-    c0, c1, c2, c3 = counter
-    k0, k1 = seed[0], seed[1]
-    for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high2, low2 = _multiply(c2, _MULTIPLIERS[1])
-        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
-        k0, k1 = k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])
-    return c0, c1, c2, c3
+    state = State(counter, (seed[0], seed[1]))
+    for _ in range(ROUNDS):
+        state = philox_round(state)
+    return state.counter
+
+
+def philox_round(state: State) -> State:
+    """The state after one of the `ROUNDS` rounds; after the last one, its counter is the result."""
+    (c0, c1, c2, c3), (k0, k1) = state
+    high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+    high2, low2 = _multiply(c2, _MULTIPLIERS[1])
+    return State(
+        (high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0),
+        (k0 + jnp.uint32(_WEYL[0]), k1 + jnp.uint32(_WEYL[1])),
+    )
 
 
 def uniform(shape: tuple[int, int], seed: jax.Array) -> jax.Array:

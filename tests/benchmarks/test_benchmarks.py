@@ -15,7 +15,7 @@ from benchmarks.timing import Event, Time
 
 RATES = floor.Rates(copy=4e12, fp8=1.5e15, bf16=0.75e15)
 IHT = ah.ProductPlan.iht()
-PLAN = ah.Plan.load(make_plan.PLAN)
+PLAN = ah.Plan.load(shapes.PLAN)
 
 
 def _time(seconds):

@@ -10,7 +10,7 @@ import pytest
 import adahop_jax as ah
 from benchmarks import memory, report, whole_step
 from benchmarks.kept import GIB, kept, size
-from benchmarks.make_plan import PLAN
+from benchmarks.shapes import PLAN
 from train.configs import ModelConfig
 
 CALIBRATED = ah.Plan.load(PLAN)
