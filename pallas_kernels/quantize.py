@@ -107,10 +107,12 @@ class Inputs(NamedTuple):
     """What a view is made from, besides x; None where it is not needed.
 
     Attributes:
+      refs: int32 (rows,), reference exponents that were guessed beforehand.
       signs: float32 (32,).
       seed: uint32 (2,).
     """
 
+    refs: Any
     signs: Any
     seed: Any
 
@@ -120,10 +122,10 @@ class Results(NamedTuple):
 
     Attributes:
       data: FP8 (rows, length), or uint8 (rows, bytes).
-      refs: int32 (rows,), reference exponents, if folded.
+      refs: uint8 (rows,), reference exponents + 127, if folded.
       scales: int32 (rows, tiles), the E8M0 bytes of a tile's blocks, unless folded.
       extremes: of scales.
-      norms: float32 (tiles, rows), parts of the squared norms.
+      norms: float32 (rows,), squared; before they are settled (tiles, rows), of parts of rows.
     """
 
     data: Any
@@ -162,50 +164,73 @@ def _quantize_kernel(
         for cut, *of_view in zip(cuts, given, results, scratch.data, strict=True)
     ]
     _load(x, scratch, *corner)
-    refs = [_guess(x, tile, cut) if cut.folded else None for cut, tile, *_ in views]
+    refs = [_ref(x, tile, of_view, cut) for cut, tile, _, of_view, *_ in views]
     plgpu.barrier_wait(scratch.arrived)
     for ref, (cut, tile, nth, of_view, written, data) in zip(refs, views, strict=True):
         _quantize(scratch.x, of_view, ref, written, data, tile, nth, cut)
-        if cut.folded:
-            rows = pl.ds(tile * TILE, TILE)
+        if ref is not None:
+            rows, octets = pl.ds(tile * TILE, TILE), (ref + SCALE_BIAS).astype(jnp.uint8)
 
             @pl.when(nth == 0)
-            def _store(ref: Any = ref, written: Results = written, rows: Any = rows) -> None:
-                written.refs.at[rows][...] = ref
+            def _store(refs: Any = written.refs.at[rows], octets: jax.Array = octets) -> None:
+                refs[...] = octets
 
     plgpu.wait_smem_to_gmem(0)
 
 
+def _ref(x: Any, tile: Any, given: Inputs, cut: Cut) -> jax.Array | None:
+    """A row of tiles' reference exponents for now, int32 (THREADS,); None where codes are asked."""
+    if not cut.folded:
+        return None
+    if given.refs is None:
+        return _guess(x, tile, cut)
+    return wg.load_each(given.refs.at[pl.ds(tile * TILE, TILE)])
+
+
+def _guess_kernel(x: Any, refs: Any, scratch: tuple[()], *, cut: Cut) -> None:
+    """A block: reference exponents of a row of a view's tiles, once for all tiles."""
+    tile = lax.axis_index("tile")
+    refs.at[pl.ds(tile * TILE, TILE)][...] = _guess(x, tile, cut)
+
+
 def _settle_kernel(
-    inputs: tuple[Any, Inputs, Extremes, Any], results: Results, scratch: Scratch, *, cut: Cut
+    inputs: tuple[Any, Inputs, Results], results: Results, scratch: Scratch, *, cut: Cut
 ) -> None:
     """A block: a share of a row of a view's tiles, if any of its rows has to be done again."""
-    x, given, extremes, guessed = inputs
+    x, given, before = inputs
     tile, share = lax.axis_index("tile"), lax.axis_index("share")
     tiles = x.shape[cut.axis] // TILE
     rows = pl.ds(tile * TILE, TILE)
 
-    def look(i: Any, seen: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        least, largest = seen
+    def look(i: Any, seen: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        least, largest, norm = seen
         for j in range(AT_ONCE):
-            nth = jnp.minimum(i * AT_ONCE + j, tiles - 1)
-            least = jnp.minimum(least, wg.load_each(extremes.least.at[nth, rows]))
-            largest = jnp.maximum(largest, wg.load_each(extremes.largest.at[nth, rows]))
-        return least, largest
+            nth = i * AT_ONCE + j
+            known = jnp.minimum(nth, tiles - 1), rows
+            least = jnp.minimum(least, wg.load_each(before.extremes.least.at[known]))
+            largest = jnp.maximum(largest, wg.load_each(before.extremes.largest.at[known]))
+            if before.norms is not None:
+                part = wg.load_each(before.norms.at[known])
+                left = lax.broadcast_in_dim(tiles - nth, norm.shape, [])
+                norm = norm + jnp.where(left > 0, part, 0.0)
+        return least, largest, norm
 
-    start = wg.each(UNSEEN[0]), wg.each(UNSEEN[1])
-    least, largest = lax.fori_loop(0, pl.cdiv(tiles, AT_ONCE), look, start)
+    start = wg.each(UNSEEN[0]), wg.each(UNSEEN[1]), wg.each(0.0)
+    least, largest, norm = lax.fori_loop(0, pl.cdiv(tiles, AT_ONCE), look, start)
     fits = (least >= TRUSTED[0]) & (largest <= TRUSTED[1])
     ref = None
     if cut.folded:
         fold = FOLDS[cut.spec.format]
-        ref = wg.load_each(guessed.at[rows])
+        ref = wg.load_each(before.refs.at[rows]).astype(jnp.int32) - SCALE_BIAS
         fits &= (least >= ref + fold.low) & (largest <= ref + fold.top)
-        ref = jnp.where(fits, ref, jnp.maximum(largest - fold.top, -127))
+        ref = jnp.where(fits, ref, jnp.maximum(largest - fold.top, -SCALE_BIAS))
 
-        @pl.when(share == 0)
-        def _store() -> None:
-            results.refs.at[rows][...] = ref
+    @pl.when(share == 0)
+    def _store() -> None:
+        if ref is not None:
+            results.refs.at[rows][...] = (ref + SCALE_BIAS).astype(jnp.uint8)
+        if before.norms is not None:
+            results.norms.at[rows][...] = norm
 
     @pl.when(jnp.max(jnp.where(fits, 0, 1)) > 0)
     def _again() -> None:
@@ -344,7 +369,7 @@ def quantize(x: jax.Array, *wanted: tuple[int, Request]) -> list[View]:
         return [_large(x, *wanted[0])]
     shape = x.shape
     x = wg.whole(x)
-    cuts, given = zip(*(_asked(axis, request) for axis, request in wanted), strict=True)
+    cuts, given = zip(*(_asked(x, axis, request) for axis, request in wanted), strict=True)
     results = launch(
         functools.partial(_quantize_kernel, cuts=cuts),
         (x, given),
@@ -368,14 +393,25 @@ def _large(x: jax.Array, axis: int, request: Request) -> View:
     return view._replace(norms=squared_norms(x, axis=axis)) if request.norms else view
 
 
-def _asked(axis: int, request: Request) -> tuple[Cut, Inputs]:
+def _asked(x: jax.Array, axis: int, request: Request) -> tuple[Cut, Inputs]:
     """What the kernel does for a view, and what it needs besides x."""
     kind, spec, seed, sign_seed, norms = request
     if spec.rounding == "stochastic" and seed is None:
         raise ValueError("stochastic rounding needs a seed; pass a uint32[2]")
     signs = block_signs(spec, sign_seed, count=BLOCK) if spec.signs == "random" else None
     cut = Cut(axis=axis, folded=kind == "folded", spec=spec, norms=norms, careful=False)
-    return cut, Inputs(signs, seed if spec.rounding == "stochastic" else None)
+    refs = None
+    if cut.folded and axis:
+        # A row's values lie far apart, too far to load them for every tile.
+        refs = launch(
+            functools.partial(_guess_kernel, cut=cut),
+            x,
+            jax.ShapeDtypeStruct(x.shape[:1], jnp.int32),
+            grid=(x.shape[0] // TILE,),
+            grid_names=("tile",),
+            scratch=(),
+        )
+    return cut, Inputs(refs, signs, seed if spec.rounding == "stochastic" else None)
 
 
 def _memory(shape: tuple[int, ...], cut: Cut) -> Results:
@@ -384,7 +420,7 @@ def _memory(shape: tuple[int, ...], cut: Cut) -> Results:
     each = jax.ShapeDtypeStruct((tiles, rows), jnp.int32)
     return Results(
         data=jax.ShapeDtypeStruct((rows, tiles * cut.width(TILE)), cut.dtype),
-        refs=jax.ShapeDtypeStruct((rows,), jnp.int32) if cut.folded else None,
+        refs=jax.ShapeDtypeStruct((rows,), jnp.uint8) if cut.folded else None,
         scales=None if cut.folded else jax.ShapeDtypeStruct((rows, tiles), jnp.int32),
         extremes=Extremes(each, each),
         norms=jax.ShapeDtypeStruct(each.shape, jnp.float32) if cut.norms else None,
@@ -403,15 +439,17 @@ def _scratch(x: jax.Array, *cuts: Cut) -> Scratch:
 def _settled(x: jax.Array, cut: Cut, given: Inputs, results: Results) -> Results:
     """A view in which rows that did not fit are done again."""
     careful = dataclasses.replace(cut, careful=True, norms=False)
-    settled = launch(
+    refs, norms = _memory(x.shape, cut).refs, None
+    if cut.norms:
+        norms = jax.ShapeDtypeStruct(results.norms.shape[1:], jnp.float32)
+    return launch(
         functools.partial(_settle_kernel, cut=careful),
-        (x, given, results.extremes, results.refs),
-        results._replace(refs=_memory(x.shape, cut).refs, extremes=None, norms=None),
+        (x, given, results._replace(data=None, scales=None)),
+        results._replace(refs=refs, extremes=None, norms=norms),
         grid=(x.shape[1 - cut.axis] // TILE, SHARES),
         grid_names=("tile", "share"),
         scratch=_scratch(x, careful),
     )
-    return settled._replace(norms=results.norms)
 
 
 def _view(results: Results, cut: Cut, shape: tuple[int, ...]) -> View:
@@ -424,6 +462,6 @@ def _view(results: Results, cut: Cut, shape: tuple[int, ...]) -> View:
     return View(
         results.data[:rows, : cut.width(length)],
         scales,
-        (results.refs[:rows] + SCALE_BIAS).astype(jnp.uint8) if cut.folded else None,
-        jnp.sum(results.norms, axis=0)[:rows] if cut.norms else None,
+        results.refs[:rows] if cut.folded else None,
+        results.norms[:rows] if cut.norms else None,
     )
