@@ -40,6 +40,9 @@ from adahop_jax.reference.philox import uniform
 from train.recipes import e2m1
 
 SIZE = 32
+NORM = 1 / math.sqrt(SIZE)
+"""Normalizes the library's transform, which is sums and differences alone."""
+
 SEEDS = 5
 """For dY and W^ of dgrad, X^ and dY of wgrad, and the signs."""
 
@@ -124,8 +127,8 @@ def _blocks(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _turned(x: jax.Array, *, axis: int) -> jax.Array:
-    """H / sqrt(32) along `axis`, which is its own inverse: float32, padded to whole blocks."""
-    return hadamard(x, axis=axis, size=SIZE) * jnp.float32(1 / math.sqrt(SIZE))
+    """H along `axis`, which is its own inverse: float32, padded to whole blocks."""
+    return NORM * hadamard(x, axis=axis, size=SIZE)
 
 
 def _unbiased(
@@ -138,7 +141,7 @@ def _unbiased(
 ) -> jax.Array:
     """The product over `axis` of both, each rotated and rounded stochastically: float32."""
     a, b = (
-        unbiased(rotate(tensor, axis=axis, spec=SIGNED, sign_seed=signs), seed, axis=axis)
+        unbiased(NORM * rotate(tensor, axis=axis, spec=SIGNED, sign_seed=signs), seed, axis=axis)
         for tensor, seed in ((lhs, lhs_seed), (rhs, rhs_seed))
     )
-    return dot(a, b, contract=(axis, axis)) / (SIZE * SHRINK**2)
+    return dot(a, b, contract=(axis, axis)) / SHRINK**2

@@ -49,8 +49,7 @@ def quartet_by_hand(x, w, dy, drawn):
         # An element's noise goes by its place in the tensor as it is stored.
         u = noise(t.shape[::-1], seed).T if transposed else noise(t.shape, seed)
         turned = (t * np.tile(flip, t.shape[1] // 32)) @ rotation(t.shape[1], 32)
-        # By sqrt(32) larger, as the library rounds it: scales are powers of two, sqrt(32) is none.
-        return unbiased_mxfp4(turned * np.sqrt(32), u) / np.sqrt(32)
+        return unbiased_mxfp4(turned, u)
 
     # dY (tokens, out) and W^ (in, out) along out; dY^T (out, tokens) and X^^T (in, tokens) along
     # tokens, stored the other way round.
