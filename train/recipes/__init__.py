@@ -10,6 +10,8 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 
+import flax.linen as nn
+
 import adahop_jax as ah
 from train.recipes import halo, nvfp4, quartet, tseng
 from train.recipes.control import control_plan
@@ -43,6 +45,17 @@ class Recipe:
     def is_emulated(self) -> bool:
         """Whether its products are plain JAX that quantizes and dequantizes, and no kernel's."""
         return self.dot_general_cls is not None
+
+    def applied[Model: nn.Module](self, model: Model, plan: ah.Plan | None) -> Model:
+        """A model whose layers run by this recipe, its parameters being the same.
+
+        Args:
+          model: with attributes `plan` and `dot_general_cls`, which it hands to every layer.
+          plan: in force; None if the recipe is emulated.
+        """
+        if (plan is None) != self.is_emulated:
+            raise ValueError("a recipe with a product of its own has no plan, and every other has")
+        return model.clone(plan=plan or ah.Plan.full(), dot_general_cls=self.dot_general_cls)
 
 
 def _own(product: Callable, seeds: int) -> Callable[[], OwnProduct]:
