@@ -17,9 +17,8 @@ from adahop_jax._dispatch import resolve
 from adahop_jax.reference import operations as reference
 from benchmarks.shapes import AWKWARD
 from tests import oracle_product
-from tests.kernels.poison import poison
+from tests.kernels.on_gpu import lost, poison
 from triton_kernels.machines import MACHINES
-from triton_kernels.matmul import CHUNK
 from triton_kernels.quantize_tiles import takes
 
 pytestmark = pytest.mark.gpu
@@ -40,11 +39,6 @@ NEAR = {"mxfp4": 2.0**-18, "mxfp6": 2.0**-16}  # relative; its least boundary is
 DATA = ("normal", "spread", "faults", "edges", "zeros first")
 FROM_THE_ORACLE = ("normal", "spread")
 
-CUT = 2.0**-12
-"""Of the sum of |a||b|, lost for every 32 products that are added before a sum is broken off.
-
-Twice what docs/numerics.md says that Hopper's FP8 units lose.
-"""
 FROBENIUS = 5e-3
 """Of a whole product in BF16: 1.7e-3 of rounding, and up to 3e-3 of cut sums of one sign."""
 
@@ -265,11 +259,6 @@ def _exact(a, b, spec):
     return left @ right.T * scale, np.abs(left) @ np.abs(right).T * scale
 
 
-def _bound(size, length, spec):
-    chunk = CHUNK["rotated" if spec.hadamard else "plain"]
-    return -(-min(length, chunk) // 32) * CUT * size
-
-
 PRODUCTS = {  # rows, columns, length: edges of tiles, several tiles, shares of a long sum
     "one": (1, 1, 32, PLAIN, "float32"),
     "edges": (33, 40, 96, PLAIN, "float32"),
@@ -299,7 +288,7 @@ def test_products_against_float64(product_ops, rng, case):
         want, size = _exact(a, b, spec)
         poison()
         got = np.asarray(multiply(a, b)).astype(np.float64)
-        allowed = _bound(size, k, spec) + unit * np.abs(want) + 2.0**-126
+        allowed = lost(size, k, spec) + unit * np.abs(want) + 2.0**-126
         assert (np.abs(got - want) <= allowed).all(), kind
         if kind != "rows apart":
             assert np.linalg.norm(got - want) < FROBENIUS * np.linalg.norm(want), kind
