@@ -118,7 +118,10 @@ class _Body(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, rotation: Any) -> tuple[jax.Array, None]:
-        return Block(self.config, self.plan, name="block")(x, rotation), None
+        linear = functools.partial(
+            ah.Dense, use_bias=False, dtype=self.config.dtype, plan=self.plan
+        )
+        return Block(self.config, linear, name="block")(x, rotation), None
 
 
 class Scanned(nn.Module):
