@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,6 +121,10 @@ class RunLog:
             f"{losses.full:.4f}; unigram entropy {unigram:.4f}"
         )
 
+    def watched(self, step: int, seen: Mapping[str, Any]) -> None:
+        """Takes what was seen of the run after `step` steps, as plain JSON values."""
+        self._write([{"step": step, **seen}])
+
     def note(self, text: str) -> None:
         """Prints `text`, above the progress bar where there is one."""
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -181,7 +185,12 @@ def _drop_after(file: Path, start: int, *, total: int) -> None:
     kept = [
         line
         for line in read_metrics(file)
-        if line["step"] < start or ("loss" not in line and line["step"] == start < total)
+        if line["step"] < start
+        or (
+            line["step"] == start
+            and "loss" not in line
+            and (start < total or "heldout" not in line)
+        )
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
