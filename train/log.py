@@ -17,6 +17,10 @@ from train.configs import RunConfig, UserError
 from train.evaluate import Heldout
 
 
+class Diverged(UserError):
+    """The loss is no longer finite."""
+
+
 class RunLog:
     """Writes a run's metrics to a file and shows them.
 
@@ -77,7 +81,7 @@ class RunLog:
         """Fetches the metrics held back, writes and shows them.
 
         Raises:
-          UserError: the loss is no longer finite.
+          Diverged: the loss is no longer finite.
         """
         if not self._pending:
             return
@@ -91,7 +95,7 @@ class RunLog:
         self._write(lines)
         for line in lines:
             if not math.isfinite(line["loss"]):
-                raise UserError(
+                raise Diverged(
                     f"step {line['step']}: the loss is {line['loss']}, the run has diverged; its "
                     "last checkpoint is from before; start again with a lower --lr"
                 )

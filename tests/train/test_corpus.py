@@ -130,6 +130,6 @@ def test_readers():
     blob = zlib.compress(b"<verse>In the beginning</verse>")
     index = struct.pack("<III", 0, len(blob), 0) + struct.pack("<III", 0, 0, 0)
     assert list(sword({"ot.bzs": index, "ot.bzz": blob})) == ["In the beginning\n"]
-    assert list(fortunes({"a": b"One.\n%\nTwo.\n"})) == ["One.\n\n\nTwo.\n"]
+    assert list(fortunes({"a": b"One.\n%\nTwo.\n"})) == ["One.\n\nTwo.\n"]
     nested = json.dumps({"documentation": "<p>A</p>", "more": [{"documentation": "B"}, 3]})
     assert list(described("documentation")({"a": nested.encode()})) == ["A\n\nB\n"]
