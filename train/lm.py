@@ -61,8 +61,8 @@ class Result:
     heldout: Heldout | None
 
 
-Watch = Mapping[int, Callable[["Job", ah.Plan | None, PyTree], Mapping[str, Any]]]
-"""Steps done -> what then looks at the run, its plan and its parameters, and what is logged."""
+Watch = Mapping[int, Callable[["Job", PyTree, int], Mapping[str, Any]]]
+"""Steps done -> what then looks at (run, parameters, steps done) and says what is logged of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -126,7 +126,7 @@ def train(
                         log.heldout(done, phase.evaluate(state.params), unigram=job.unigram)
                 if done in watch:
                     with log.paused():
-                        log.watched(done, watch[done](job, phase.plan, state.params))
+                        log.watched(done, watch[done](job, state.params, done))
                 if done % config.checkpoint_every == 0:
                     with log.paused():
                         save()

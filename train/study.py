@@ -17,7 +17,7 @@ import jax
 import tyro
 
 import adahop_jax as ah
-from train import lm, study_report, study_watch
+from train import lm, study_patterns, study_report, study_watch
 from train.checkpoint import RunFolder
 from train.configs import UserError
 from train.data import DataError
@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise UserError(f"study {study.file}: no run is named {min(unknown)!r}")
         left = [] if arguments.report else run_all(study, arguments)
         study_report.write(study)
+        study_patterns.write(study)
     except (UserError, DataError, ah.PlanError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -175,10 +175,11 @@ def load_study(file: Path) -> Study:
         )
     except TypeError as error:
         raise UserError(f"study {file}: [watch]: {error}") from error
-    names = [run.name for run in runs]
-    wrong = [*settings, *(name for name in watched.runs if name not in names)]
-    if wrong:
-        raise UserError(f"study {file}: {wrong[0]!r} is no setting and no run")
+    calibrated = [run.name for run in runs if run.options.quant in (None, "adahop")]
+    if settings:
+        raise UserError(f"study {file}: [report]: {next(iter(settings))!r} is unknown")
+    if wrong := [name for name in watched.runs if name not in calibrated]:
+        raise UserError(f"study {file}: [watch]: {wrong[0]!r} is no run of adahop")
     return study
 
 

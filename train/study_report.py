@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from train.checkpoint import RunFolder
 from train.compare import Gap, Outcome, gap
 from train.configs import UserError
+from train.report import markdown
 from train.study_config import Study
 from train.study_summary import read_summary
 
@@ -278,12 +279,6 @@ def _along(study: Study, rows: Sequence[Row]) -> str:
         for row in others
     ]
     return markdown(["recipe", *(f"{step:,}" for step in steps)], body) if others else ""
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Figure:

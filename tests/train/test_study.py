@@ -1,5 +1,6 @@
 """Studies: run, stopped by the budget, continued, reported; and their statistics by hand."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -12,10 +13,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import adahop_jax as ah
 from tests.train.tiny import TINY, write_text
-from train import study, study_report
+from train import study, study_patterns, study_report, study_watch
 from train.compare import Gap
 from train.configs import UserError
 from train.log import Diverged, read_metrics
+from train.model import next_token_loss
 from train.study_config import Change, changed_plan, load_study
 
 pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
@@ -184,6 +186,102 @@ def test_plan_of_another_run_changed(tmp_path):
         assert other.fwd.is_full and not one.fwd.is_full, path
         assert (one.dgrad, one.wgrad) == (other.dgrad, other.wgrad)
     assert study.main(arguments(file)) == 0  # and its configuration is taken for the same
+
+
+WATCH = """
+[watch]
+runs = ["adahop-seed0"]
+points = 2
+batches = 3
+error_tokens = 32
+"""
+
+
+def test_watched_run_is_labelled_along_the_way_and_measured_at_its_end(tmp_path):
+    file = write_study(tmp_path, recipes=("adahop",), seeds=(0, 1), more=WATCH, accumulate=2)
+    assert study.main(arguments(file)) == 0
+    folders = [file.parent / f"runs/adahop-seed{seed}" for seed in (0, 1)]
+    lines = [read_metrics(folder / "metrics.jsonl") for folder in folders]
+    seen = {line["step"]: line["patterns"] for line in lines[0] if "patterns" in line}
+    assert list(seen) == [4, 8] and not any("patterns" in line for line in lines[1])
+    plan = ah.Plan.load(folders[0] / "plan.json")
+    for votes in seen.values():
+        assert len(votes) == 3
+        assert all(vote.keys() == set(plan.paths) for vote in votes)
+    measured = json.loads((folders[0] / "errors.json").read_text())
+    assert {row["path"] for row in measured} == set(plan.paths)
+    assert all(row["pair"].count("-") == 1 and row["error"] < 1 for row in measured)
+    text = (file.parent / "patterns.md").read_text()
+    assert text.count("## ") == 1 and "| X column | " in text and "| dY | " in text
+    for name in ("patterns", "shares", "errors"):
+        assert (file.parent / f"{name}-adahop-seed0.png").stat().st_size > 5_000
+        assert f"({name}-adahop-seed0.png)" in text
+
+
+def test_labels_along_the_way_are_those_of_calibration(tmp_path):
+    """A run of one layer, labelled by hand on the same held-out batches."""
+    file = write_study(tmp_path, recipes=("adahop",), seeds=(0,), more=WATCH, heldout_batches=2)
+    loaded = load_study(file)
+    job = study.lm.prepare(
+        dataclasses.replace(loaded.runs[0].options, run_dir=str(tmp_path / "x"), accumulate=2)
+    )
+    params = study.lm.init_state(job.model, job.config).params
+    look = study_watch.watch_of(loaded, loaded.runs[0])[4]
+    got = look(job, params, 4)["patterns"]
+    loss_fn, key = next_token_loss(job.model), jax.random.key(0)
+    statistics = [
+        ah.observe(loss_fn)({"params": params}, (batch, key))[2]
+        for batch in [*job.batches, *job.batches][:2]
+    ]
+    wanted = ah.label({"params": params}, ah.merge_statistics(*statistics))
+    for vote in got:
+        assert vote == {path: codes.tolist() for path, codes in wanted.items()}
+
+
+def _seen(**patterns):
+    """A plan of layers whose three tensors show the pattern that each letter stands for."""
+    kinds = {"r": ah.Pattern.ROW, "c": ah.Pattern.COLUMN, "n": ah.Pattern.NONE}
+    uniform = ah.LayerPlan.uniform(ah.ProductPlan.iht())
+    return ah.Plan(
+        layers=tuple(
+            (
+                path,
+                dataclasses.replace(
+                    uniform, patterns=ah.Patterns(x=kinds[x], w=kinds[w], dy=kinds[dy])
+                ),
+            )
+            for path, (x, w, dy) in patterns.items()
+        )
+    )
+
+
+def test_shares_and_agreement_by_hand():
+    seen = {
+        "plan": _seen(a="crn", b="crr", c="cnr", d="cnr"),
+        "10": _seen(a="crn", b="nrr", c="cnn", d="cnr"),
+    }
+    assert study_patterns.shares(seen["plan"], "dy") == {"none": 0.25, "row": 0.75, "column": 0}
+    table = study_patterns.shares_table(seen)
+    assert "| X column | 100% | 75% |" in table and "| W row | 50% | 50% |" in table
+    assert "| X | 75% |" in (text := study_patterns.stability_table(seen))
+    assert "| W | 100% |" in text and "| dY | 75% |" in text
+
+
+def test_errors_by_pair_by_hand():
+    rows = [
+        ("fwd", "column-row", "iht", 0.1),
+        ("fwd", "column-row", "iht", 0.3),
+        ("fwd", "none-none", "iht", 0.5),
+        ("fwd", "column-row", "iht+oe(w)", 0.05),
+        ("fwd", "column-row", "full", 0.0),
+        ("dgrad", "none-none", "iht", 0.7),
+    ]
+    names = ("product", "pair", "strategy", "error")
+    measured = [dict(zip(names, row, strict=True)) for row in rows]
+    assert study_patterns.errors_table(measured, "fwd").splitlines()[2:] == [
+        "| column-row | 2 | 0.2000 | 0.0500 |",
+        "| none-none | 1 | 0.5000 | - |",
+    ]
 
 
 def test_changes_of_a_plan_are_of_the_layers_named():
