@@ -113,7 +113,7 @@ def train(
                 state, metrics, labels = phase.step(
                     state, next_batch(job.corpus, config, step=done)
                 )
-                log.step(done, phase=phase.name, metrics=metrics)
+                log.step(done, phase=phase.name, metrics={**metrics, "path": phase.path})
                 done += 1
                 if phase.plan is None:
                     votes.append(jax.device_get(labels))
@@ -169,9 +169,13 @@ class Job:
 
 
 class Phase(NamedTuple):
-    """What the steps of a run do: calibrate while `plan` is None, then train by it."""
+    """What the steps of a run do: calibrate while `plan` is None, then train by it.
+
+    `path` names the backends that compute its products, "dtype" for those in full.
+    """
 
     name: str
+    path: str
     plan: ah.Plan | None
     step: StepFn
     evaluate: Callable[[PyTree], Heldout]
@@ -227,13 +231,14 @@ def enter_phase(job: Job, plan: ah.Plan | None) -> Phase:
     if plan is None:
         print(f"calibrating: {job.config.calibration_steps} steps with nothing quantised")
         step_fn = make_step(job.model, job.config, calibrating=True)
-        return Phase("calibrate", None, step_fn, make_evaluate(job.model, job.batches))
+        return Phase("calibrate", "dtype", None, step_fn, make_evaluate(job.model, job.batches))
     plan.save(job.folder.plan_file)
     print(report.plan_tables(plan, job.layers))
     report.draw_plan(plan, job.layers, job.folder.path / "plan.png")
     model = job.model.clone(plan=plan)
     step_fn = make_step(model, job.config, calibrating=False)
-    return Phase("train", plan, step_fn, make_evaluate(model, job.batches))
+    path = ", ".join(ah.explain(plan, job.layers).paths)
+    return Phase("train", path, plan, step_fn, make_evaluate(model, job.batches))
 
 
 def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:

@@ -100,6 +100,8 @@ def run_all(study: Study, arguments: Arguments) -> list[str]:
             stopped = not run_one(study, run, arguments, over)
         if not finished(study, run):
             left.append(run.name)
+    if stopped and not over():
+        raise KeyboardInterrupt  # a run was, and saved itself
     return left
 
 

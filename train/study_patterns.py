@@ -197,12 +197,13 @@ def draw_errors(measured: Sequence[Mapping[str, Any]]) -> Figure:
     panels = figure.subplots(1, len(PRODUCTS), sharey=True)
     for axes, product in zip(panels, PRODUCTS, strict=True):
         found = errors_by_pair(measured, product)
-        width = 0.8 / len(strategies)
-        for i, strategy in enumerate(strategies):
-            at = [(x, f[strategy]) for x, f in enumerate(found.values()) if strategy in f]
-            places = [x + (i - (len(strategies) - 1) / 2) * width for x, _ in at]
+        here = [name for name in strategies if any(name in errors for errors in found.values())]
+        width = 0.8 / len(here)
+        for i, name in enumerate(here):
+            at = [(x, errors[name]) for x, errors in enumerate(found.values()) if name in errors]
+            places = [x + (i - (len(here) - 1) / 2) * width for x, _ in at]
             means = [statistics.fmean(errors) for _, errors in at]
-            axes.bar(places, means, width, color=f"C{i}", label=strategy)
+            axes.bar(places, means, width, color=f"C{strategies.index(name)}")
         axes.set_xticks(range(len(found)), list(found), rotation=30, ha="right", fontsize=8)
         axes.set(title=product)
     panels[0].set_ylabel("relative error of the product")

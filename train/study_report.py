@@ -24,6 +24,7 @@ from train.study_summary import read_summary
 Outcomes = dict[int, Outcome]
 """Steps done -> held-out losses."""
 
+_ALONE = " (one seed)"
 MARK = "<!-- Below: written by `python -m train.study`. -->"
 
 
@@ -39,6 +40,7 @@ class Row:
       gap: to the base at the end, evaluated as trained.
       steady: the same, mean of the last evaluations.
       in_full: to the base at the end, same weights with nothing quantised.
+      losses: held-out loss at every evaluation, by steps done, mean over seeds.
       along: gap at every evaluation, by steps done.
       summary: of the first seed that finished, for what does not depend on the seed.
       speed: tokens per second, median over seeds.
@@ -52,6 +54,7 @@ class Row:
     gap: Gap | None
     steady: Gap | None
     in_full: Gap | None
+    losses: Mapping[int, float]
     along: Mapping[int, Gap]
     summary: Mapping[str, Any]
     speed: float | None
@@ -121,6 +124,10 @@ def _row(
         gap=gap(_ends(runs, 1), _ends(base, 1), "recipe", "full"),
         steady=gap(_ends(runs, last), _ends(base, last), "recipe", "full"),
         in_full=gap(_ends(runs, 1), _ends(base, 1), "full", "full"),
+        losses={
+            step: statistics.fmean(outcome.recipe for outcome in _at(runs, step).values())
+            for step in steps
+        },
         along={
             step: found
             for step in steps
@@ -196,9 +203,9 @@ def page(study: Study, rows: Sequence[Row]) -> str:
         _setting(study, rows),
         markdown(head, body),
         _notes(study, rows, ranked),
-        "Gaps along the way, by steps done:",
+        f"Held-out loss of {study.base} and the others' gaps to it along the way, by steps done:",
         _along(study, rows),
-        "![held-out losses and gaps](gaps.png)",
+        "![gaps along the way and at the end](gaps.png)",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -227,7 +234,7 @@ def show(found: Gap | None) -> str:
     """Returns a gap as text; one seed has no error, and says so."""
     if found is None:
         return "-"
-    return f"{found.mean:+.4f} (one seed)" if math.isnan(found.error) else str(found)
+    return f"{found.mean:+.4f}{_ALONE}" if math.isnan(found.error) else str(found)
 
 
 def _setting(study: Study, rows: Sequence[Row]) -> str:
@@ -273,12 +280,16 @@ def _notes(study: Study, rows: Sequence[Row], ranked: Mapping[str, int | None]) 
 
 def _along(study: Study, rows: Sequence[Row]) -> str:
     others = [row for row in rows if row.along and row.recipe != study.base]
-    steps = sorted({step for row in others for step in row.along})
+    losses = next((row.losses for row in rows if row.recipe == study.base), {})
+    steps = sorted({*losses, *(step for row in others for step in row.along)})
     body = [
-        [row.recipe, *(show(row.along.get(step)).removesuffix(" (one seed)") for step in steps)]
-        for row in others
+        [study.base, *(f"{losses[step]:.4f}" if step in losses else "-" for step in steps)],
+        *(
+            [row.recipe, *(show(row.along.get(step)).removesuffix(_ALONE) for step in steps)]
+            for row in others
+        ),
     ]
-    return markdown(["recipe", *(f"{step:,}" for step in steps)], body) if others else ""
+    return markdown(["recipe", *(f"{step:,}" for step in steps)], body)
 
 
 def draw(study: Study, rows: Sequence[Row]) -> Figure:

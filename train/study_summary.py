@@ -70,7 +70,7 @@ def summarize(run: Run, result: Result) -> dict[str, Any]:
         "heldout_tokens": sum(batch[:, 1:].size for batch in job.batches),
         "tokens_per_second": round(statistics.median(speeds), 1) if speeds else None,
         "share_in_bf16": explained.share_in_dtype,
-        "paths": sorted({row.backend or "dtype" for row in explained.rows}),
+        "paths": list(explained.paths),
         "kept_bytes": kept_bytes(model, config),
         "data": {"fingerprint": fingerprint(job.corpus), "description": _undated(job.corpus)},
     }

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import shutil
+import signal
 import types
 
 import jax
@@ -102,6 +103,7 @@ def test_every_run_leaves_what_tables_are_made_of(done):
         }
         lines = read_metrics(folder / "metrics.jsonl")
         assert [line["step"] for line in lines if "loss" in line] == list(range(8))
+        assert {line["path"] for line in lines if "loss" in line} == set(summary["paths"])
         held = [(line["step"], line["heldout"]) for line in lines if "heldout" in line]
         assert [(line["step"], line["recipe"]) for line in summary["heldout"]] == held
         assert [step for step, _ in held] == [4, 8]
@@ -125,7 +127,7 @@ def test_gaps_of_the_table_are_those_of_the_metrics(done):
     readme = (file.parent / "README.md").read_text()
     assert f"| iht | 2 | {sum(ends[f'iht-seed{i}']['recipe'] for i in (0, 1)) / 2:.4f} | " in readme
     assert f"| {mean:+.4f} ± {error:.4f} | 1 | " in readme
-    assert "Not run yet" not in readme
+    assert "Not run yet" not in readme and "| bf16 | " in readme
     assert (file.parent / "gaps.png").stat().st_size > 5_000
 
 
@@ -165,6 +167,22 @@ def test_results_that_were_lost_are_taken_from_scratch(done, tmp_path, monkeypat
     assert summaries(moved) == summaries(file)
 
 
+def test_ctrl_c_saves_the_run_and_ends_the_study(tmp_path, monkeypatch, capsys):
+    file = write_study(tmp_path)
+    batch = study.lm.next_batch
+
+    def interrupting(corpus, config, *, step):
+        if step == 5:
+            signal.raise_signal(signal.SIGINT)
+        return batch(corpus, config, step=step)
+
+    monkeypatch.setattr(study.lm, "next_batch", interrupting)
+    assert study.main(arguments(file)) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "runs/tiny").iterdir()] == ["bf16-seed0"]
+    assert (tmp_path / "runs/tiny/bf16-seed0/checkpoints/6").is_dir()
+
+
 def test_only_named_runs(tmp_path, capsys):
     file = write_study(tmp_path)
     assert study.main(arguments(file, "--only", "iht-seed1")) == 0
@@ -175,6 +193,7 @@ def test_only_named_runs(tmp_path, capsys):
     assert "no run is named 'iht-seed7'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_plan_of_another_run_changed(tmp_path):
     file = write_study(tmp_path, recipes=("adahop", "fwd in BF16"), seeds=(0,))
     assert study.main(arguments(file)) == 0
@@ -197,6 +216,7 @@ error_tokens = 32
 """
 
 
+@pytest.mark.slow
 def test_watched_run_is_labelled_along_the_way_and_measured_at_its_end(tmp_path):
     file = write_study(tmp_path, recipes=("adahop",), seeds=(0, 1), more=WATCH, accumulate=2)
     assert study.main(arguments(file)) == 0
@@ -355,6 +375,7 @@ def _row(recipe, mean, error):
         gap=Gap(mean=mean, error=error),
         steady=None,
         in_full=None,
+        losses={},
         along={},
         summary={},
         speed=None,
@@ -395,6 +416,7 @@ def test_rows_against_numbers_by_hand(tmp_path):
     # Means of the last two: 0.15, 0.21, 0.09.
     assert (iht.steady.mean, iht.steady.error) == pytest.approx((0.15, 0.06 / math.sqrt(3)))
     assert iht.in_full.mean == pytest.approx(0.05)
+    assert [bf16.losses[step] for step in (1, 2, 3)] == pytest.approx([5.5, 4.5, 3.5])
     assert [iht.along[step].mean for step in (1, 2, 3)] == pytest.approx([0.5, 0.2, 0.1])
     summary = json.loads((file.parent / "runs/iht-seed2/summary.json").read_text())
     summary["data"] = {"fingerprint": "y"}
