@@ -51,11 +51,6 @@ class Explanation:
         kept = sum(row.multiply_adds * row.share_in_dtype for row in self.rows)
         return kept / total if total else 0.0
 
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Backends that run the products, "dtype" for those in full; sorted."""
-        return tuple(sorted({row.backend or "dtype" for row in self.rows}))
-
     def __str__(self) -> str:
         head = ("layer", "product", "strategy", "why", "k", "runs on", "in dtype", "vs bf16")
         body = [

@@ -12,14 +12,15 @@ X is (tokens, in), W the kernel as Flax stores it (in, out), dY (tokens, out):
 import dataclasses
 import enum
 import os
-from collections.abc import Iterable, Iterator
-from typing import Literal, Self
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, Self, get_args
 
 from adahop_jax._formats import OperandSpec, is_integer
 
 Product = Literal["fwd", "dgrad", "wgrad"]
 Level = Literal[1, 2]
 Tensor = Literal["x", "w", "dy"]
+Norm = Literal["l2", "random"]
 
 PRODUCTS: tuple[Product, ...] = ("fwd", "dgrad", "wgrad")
 TENSORS: tuple[Tensor, ...] = ("x", "w", "dy")
@@ -63,25 +64,26 @@ class Patterns:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutlierSpec:
-    """Outlier extraction (OE): the k largest rows or columns of a tensor, computed in `dtype`.
+    """Outlier extraction (OE): k rows or columns of a tensor, computed in `dtype`.
 
     Attributes:
       tensor: "x", "w" or "dy"; always along the axis that the product does not contract.
       k: how many; None is min(64, size // 64), at least 1. Capped at the axis' size.
-      norm: by what they are ranked; "l2", ties to the lower index.
+      norm: by what they are ranked; "l2", ties to the lower index. "random" takes any k, drawn
+        anew at every call from the stream "quantize": the control, which extracts as much.
     """
 
     tensor: Tensor
     k: int | None = None
-    norm: Literal["l2"] = "l2"
+    norm: Norm = "l2"
 
     def __post_init__(self) -> None:
         if self.tensor not in TENSORS:
             raise ValueError(f"tensor {self.tensor!r} is unknown; choose one of {list(TENSORS)}")
         if self.k is not None and not (is_integer(self.k) and self.k >= 1):
             raise ValueError(f"k must be a positive integer or None, got {self.k!r}")
-        if self.norm != "l2":
-            raise ValueError(f"norm {self.norm!r} is unknown; choose 'l2'")
+        if self.norm not in get_args(Norm):
+            raise ValueError(f"norm {self.norm!r} is unknown; choose one of {get_args(Norm)}")
 
     def count(self, size: int) -> int:
         """How many of `size` rows or columns are extracted."""
@@ -152,20 +154,27 @@ class ProductPlan:
 
     @property
     def strategy(self) -> str:
-        """A short name: full, mxfp4, iht, iht+oe(w), ...; the formats where they are not MXFP4."""
+        """A short name: full, mxfp4, iht, iht+oe(w), ...; the formats where they are not MXFP4.
+
+        What is extracted at random reads iht+random(w).
+        """
         if self.lhs is None or self.rhs is None:
             return "full"
         formats = "/".join(dict.fromkeys((self.lhs.format, self.rhs.format)))
         name = "iht" if self.lhs.hadamard else formats
         if self.lhs.hadamard and formats != "mxfp4":
             name += f" {formats}"
-        return name if self.outliers is None else f"{name}+oe({self.outliers.tensor})"
+        if self.outliers is None:
+            return name
+        how = {"l2": "oe", "random": "random"}[self.outliers.norm]
+        return f"{name}+{how}({self.outliers.tensor})"
 
     @property
     def is_random(self) -> bool:
         """Whether computing it draws random bits."""
         specs = [spec for spec in (self.lhs, self.rhs) if spec is not None]
-        return any(s.rounding == "stochastic" or s.signs == "random" for s in specs)
+        drawn = self.outliers is not None and self.outliers.norm == "random"
+        return drawn or any(s.rounding == "stochastic" or s.signs == "random" for s in specs)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,10 +310,27 @@ class Plan:
                 + "; calibrate this model, or load its own plan"
             )
 
+    def map_products(self, change: Callable[[Product, ProductPlan], ProductPlan]) -> Self:
+        """This plan with every product's plan changed, those of the default too.
+
+        Args:
+          change: (product's name, its plan) -> another plan for it.
+        """
+
+        def layer(plan: LayerPlan) -> LayerPlan:
+            changed: dict[str, Any] = {name: change(name, plan[name]) for name in PRODUCTS}
+            return dataclasses.replace(plan, **changed)
+
+        return dataclasses.replace(
+            self,
+            layers=tuple((path, layer(plan)) for path, plan in self.layers),
+            default=None if self.default is None else layer(self.default),
+        )
+
     def with_stochastic_dy(self) -> Self:
         """This plan with dY rounded stochastically in every quantized product."""
 
-        def product(name: Product, plan: ProductPlan) -> ProductPlan:
+        def change(name: Product, plan: ProductPlan) -> ProductPlan:
             if plan.is_full or "dy" not in OPERANDS[name]:
                 return plan
             side = ("lhs", "rhs")[OPERANDS[name].index("dy")]
@@ -313,19 +339,29 @@ class Plan:
             )
             return dataclasses.replace(plan, **{side: spec})
 
-        def layer(plan: LayerPlan) -> LayerPlan:
-            return dataclasses.replace(
-                plan,
-                fwd=product("fwd", plan.fwd),
-                dgrad=product("dgrad", plan.dgrad),
-                wgrad=product("wgrad", plan.wgrad),
-            )
+        return self.map_products(change)
 
-        return dataclasses.replace(
-            self,
-            layers=tuple((path, layer(plan)) for path, plan in self.layers),
-            default=None if self.default is None else layer(self.default),
-        )
+    def with_format(self, format: str, *, products: tuple[Product, ...] = ("fwd",)) -> Self:
+        """This plan with both operands of its quantized products in another format.
+
+        Args:
+          format: a name in `FORMATS`, e.g. "mxfp6".
+          products: of which products; those in full stay so.
+
+        Raises:
+          ValueError: an unknown format or product.
+        """
+        unknown = [name for name in products if name not in PRODUCTS]
+        if unknown:
+            raise ValueError(f"products {unknown} are unknown; choose from {list(PRODUCTS)}")
+
+        def change(name: Product, plan: ProductPlan) -> ProductPlan:
+            if plan.lhs is None or plan.rhs is None or name not in products:
+                return plan
+            lhs, rhs = (dataclasses.replace(spec, format=format) for spec in (plan.lhs, plan.rhs))
+            return dataclasses.replace(plan, lhs=lhs, rhs=rhs)
+
+        return self.map_products(change)
 
     def to_json(self) -> str:
         """The plan as JSON text: versioned, fields that hold their default left out."""

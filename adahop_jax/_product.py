@@ -16,10 +16,12 @@ from adahop_jax._dispatch import resolve
 from adahop_jax._plan import CONTRACT, OPERANDS, Product, ProductPlan, Tensor
 from adahop_jax._random import seed_of
 from adahop_jax.reference.operations import Wanted, dot, rotate
+from adahop_jax.reference.philox import uniform
 
-SIGNS = "signs"
+SIGNS, OUTLIERS = "signs", "outliers"
 Seeds = dict[str, jax.Array]
-"""uint32[2] for every operand of a product that is rounded stochastically, and for its signs."""
+"""uint32[2] for every operand of a product that is rounded stochastically, for its signs, and for
+what it extracts at random."""
 
 
 class Outliers(NamedTuple):
@@ -86,6 +88,8 @@ def product_seeds(name: Product, plan: ProductPlan, key: jax.Array | None) -> Se
             seeds[tensor] = seed_of(jax.random.fold_in(key, i))
     if plan.specs[0].signs == "random":
         seeds[SIGNS] = seed_of(jax.random.fold_in(key, len(OPERANDS[name])))
+    if plan.outliers is not None and plan.outliers.norm == "random":
+        seeds[OUTLIERS] = seed_of(jax.random.fold_in(key, len(OPERANDS[name]) + 1))
     return seeds
 
 
@@ -119,14 +123,16 @@ def sides(
     taken: dict[Any, Outliers] = {}
 
     def side(use: Use, want: Wanted) -> Side | Saved:
-        key = _view_key(want)
-        view = views[key]
+        view = views[_view_key(want)]
         outliers = None
-        if use.plan.outliers is not None and want.norms:
-            k = use.plan.outliers.count(tensor.shape[1 - want.axis])
-            if (key, k) not in taken:
-                taken[key, k] = _largest(tensor, 1 - want.axis, k, view[-1], ops)
-            outliers = taken[key, k]
+        if use.plan.outliers is not None and use.plan.outliers.tensor == name:
+            size = tensor.shape[1 - want.axis]
+            k = use.plan.outliers.count(size)
+            key = _view_key(want), k, id(use.seeds.get(OUTLIERS))
+            if key not in taken:
+                norms = view[-1] if want.norms else uniform((1, size), use.seeds[OUTLIERS])[0]
+                taken[key] = _largest(tensor, 1 - want.axis, k, norms, ops)
+            outliers = taken[key]
         if want.stored:
             return Saved(view[0], view[1], outliers)
         return Side(tensor, view[0], outliers)
@@ -233,13 +239,14 @@ def _refuse(primals: Any, tangents: Any) -> Any:
 def _wanted(tensor: Tensor, use: Use) -> Wanted:
     """The view of a tensor that a product wants."""
     side = OPERANDS[use.product].index(tensor)
+    oe = use.plan.outliers
     return Wanted(
         stored=(tensor, use.product) == ("x", "wgrad"),
         axis=CONTRACT[use.product][side],
         spec=use.plan.specs[side],
         seed=use.seeds.get(tensor),
         sign_seed=use.seeds.get(SIGNS),
-        norms=use.plan.outliers is not None and use.plan.outliers.tensor == tensor,
+        norms=oe is not None and (oe.tensor, oe.norm) == (tensor, "l2"),
     )
 
 
@@ -249,7 +256,7 @@ def _view_key(want: Wanted) -> tuple[Any, ...]:
 
 
 def _largest(x: jax.Array, axis: int, k: int, norms: jax.Array, ops: Any) -> Outliers:
-    """The k rows (`axis` 0) or columns (1) of x with the largest squared norms."""
+    """The k rows (`axis` 0) or columns (1) of x with the largest norms, or numbers for norms."""
     index = ops.largest(norms, k)
     return Outliers(index, jnp.take(x, index, axis=axis, mode="clip"))
 

@@ -17,7 +17,7 @@ ON_BOTH = {
     *("test_dense", "test_dense_group", "test_dense_random"),
     *("test_dense_structure", "test_dense_transforms", "test_residuals"),
     *("test_product", "test_mxarray", "test_plan", "test_calibrate", "test_explain"),
-    *("test_patterns", "test_errors"),
+    *("test_patterns", "test_errors", "test_random_outliers"),
 }
 
 

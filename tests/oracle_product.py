@@ -45,6 +45,12 @@ def largest(t, *, axis, k):
     return np.argsort(-norms, kind="stable")[:k]
 
 
+def drawn(size, k, seed):
+    """The k indices whose 24-bit draws, element (0, i) of the seed's, are largest."""
+    draws = oracle.random_words((1, size), seed)[0] >> np.uint64(8)
+    return np.argsort(-draws.astype(np.int64), kind="stable")[:k]
+
+
 def product(name, tensors, plan, *, k=0, seeds=None, signs=None, backend="reference"):
     """The product before it is rounded to `dtype`, float64.
 
@@ -53,7 +59,7 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None, backend="refere
       tensors: x (tokens, in), w (in, out) and dy (tokens, out) in the layer's dtype.
       plan: an `adahop_jax.ProductPlan`, read for its fields.
       k: rows or columns that it extracts.
-      seeds: two uint32 for every tensor that is rounded stochastically.
+      seeds: two uint32 for every tensor that is rounded stochastically, and for "outliers" drawn.
       signs: +-1 of the randomized transform.
       backend: that computes it, which decides how exactly sums are accumulated.
 
@@ -81,7 +87,10 @@ def product(name, tensors, plan, *, k=0, seeds=None, signs=None, backend="refere
     if plan.outliers is not None:
         side = names.index(plan.outliers.tensor)
         out_axis = 1 - axes[side]
-        index = largest((lhs, rhs)[side], axis=out_axis, k=k)
+        if plan.outliers.norm == "random":
+            index = drawn((lhs, rhs)[side].shape[out_axis], k, seeds["outliers"])
+        else:
+            index = largest((lhs, rhs)[side], axis=out_axis, k=k)
         taken = np.take((lhs, rhs)[side], index, axis=out_axis)
         if name == "wgrad" and side == 1:
             # The documented formula: X as it is kept, and the columns of dY rotated as X was, in

@@ -35,10 +35,10 @@ def _both(lhs, rhs=None):
     return dict.fromkeys(PRODUCTS, ah.ProductPlan(lhs=lhs, rhs=rhs or lhs))
 
 
-def _extracting(plans, side, k=None):
+def _extracting(plans, side, k=None, norm="l2"):
     return {
         name: dataclasses.replace(
-            plan, outliers=ah.OutlierSpec(tensor=op.OPERANDS[name][side], k=k)
+            plan, outliers=ah.OutlierSpec(tensor=op.OPERANDS[name][side], k=k, norm=norm)
         )
         for name, plan in plans.items()
     }
@@ -60,6 +60,9 @@ PLANS = {
     "mxfp4-oe-rhs": _extracting(_both(PLAIN), 1, k=2),
     "oe-of-all-lhs": _extracting(_both(ROTATED), 0, k=1000),
     "oe-of-all-rhs": _extracting(_both(ROTATED), 1, k=1000),
+    "random-oe-lhs": _extracting(_both(ROTATED), 0, k=5, norm="random"),
+    "random-oe-rhs": _extracting(_both(ROTATED), 1, k=5, norm="random"),
+    "sr-random-oe-rhs": _extracting(_both(SR), 1, norm="random"),
     "prescale-oe-rhs": _extracting(_both(_scaled(ROTATED, 0.75), _scaled(ROTATED, 3.0)), 1, k=2),
     "signs": _both(SIGNS),
     "signs-oe-lhs": _extracting(_both(SIGNS), 0, k=2),

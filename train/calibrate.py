@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 import adahop_jax as ah
 from train.configs import Level, RunConfig, UserError
 from train.model import Llama, next_token_loss
+from train.recipes import RECIPES
 
 PyTree = Any
 Labels = dict[str, NDArray[np.int32]]
@@ -39,16 +40,15 @@ def find_layers(model: Llama, config: RunConfig) -> tuple[ah.LayerInfo, ...]:
 
 
 def uniform_plan(config: RunConfig) -> ah.Plan | None:
-    """Returns the plan of a recipe that needs no calibration; None for adahop."""
-    if config.quant == "adahop":
-        return None
-    return rounded(ah.Plan.uniform("full" if config.quant == "bf16" else config.quant), config)
+    """Returns the plan of a recipe that is one; None if calibration makes it, or it has none."""
+    plan = RECIPES[config.quant].plan
+    return None if plan is None else adjusted(plan, config)
 
 
 def load_plan(
     path: Path, model: Llama, config: RunConfig, *, level: Level | None
 ) -> tuple[ah.Plan, RunConfig]:
-    """Loads the plan of an earlier calibration and holds it against the model.
+    """Loads the plan of an earlier calibration, holds it against the model, and makes the run's.
 
     Args:
       path: of the plan.
@@ -76,16 +76,26 @@ def load_plan(
         raise ah.PlanError(f"{path}: {error}") from error
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:12]
     config = dataclasses.replace(config, plan=digest, level=plan.level or config.level)
-    return rounded(plan, config), config
+    return of_calibrated(plan, config), config
 
 
 def decide(votes: Sequence[Labels], layers: Sequence[ah.LayerInfo], config: RunConfig) -> ah.Plan:
-    """Returns the plan of the majority of the calibrating steps' labels."""
-    return rounded(ah.plan_from_labels(votes, layers=layers, level=config.level), config)
+    """Returns the recipe's plan from the majority of the calibrating steps' labels."""
+    return of_calibrated(ah.plan_from_labels(votes, layers=layers, level=config.level), config)
 
 
-def rounded(plan: ah.Plan, config: RunConfig) -> ah.Plan:
-    """Returns `plan` with the run's rounding of dY, where that is not the plan's own."""
+def of_calibrated(plan: ah.Plan, config: RunConfig) -> ah.Plan:
+    """Returns what the run's recipe makes of a calibrated plan."""
+    recipe = RECIPES[config.quant]
+    if recipe.of_calibrated is None:
+        raise ValueError(f"recipe {config.quant} takes no calibrated plan")
+    return adjusted(recipe.of_calibrated(plan, config.seed), config)
+
+
+def adjusted(plan: ah.Plan, config: RunConfig) -> ah.Plan:
+    """Returns `plan` with the run's forward format and rounding of dY, if not the plan's own."""
+    if config.fwd != "mxfp4":
+        plan = plan.with_format(config.fwd, products=("fwd",))
     return plan.with_stochastic_dy() if config.dy_rounding == "stochastic" else plan
 
 

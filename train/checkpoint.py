@@ -1,7 +1,7 @@
 """The run folder and its checkpoints: enough to continue a run to the same bits.
 
     config.json    the resolved configuration
-    plan.json      the plan in force, once there is one
+    plan.json      the plan in force, once there is one; emulated recipes have none
     metrics.jsonl  a line per step and per evaluation
     checkpoints/   parameters, optimizer state and step (Orbax), the votes amid calibration, and
                    a digest of every file of theirs
@@ -33,7 +33,10 @@ _FINGERPRINT_TOKENS = 1 << 22
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """A run after `step` steps. Amid calibration `plan` is None and `votes` hold the labels."""
+    """A run after `step` steps.
+
+    Amid calibration `plan` is None and `votes` hold the labels; an emulated recipe has neither.
+    """
 
     step: int
     state: PyTree

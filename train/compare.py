@@ -17,8 +17,9 @@ import tyro
 from train.checkpoint import RunFolder
 from train.configs import RunConfig, UserError
 from train.log import read_metrics
+from train.recipes import RECIPES
 
-_RECIPE_FIELDS = ("quant", "level", "dy_rounding", "plan")
+_RECIPE_FIELDS = ("quant", "level", "fwd", "dy_rounding", "plan")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,11 @@ def read_runs(paths: Sequence[Path]) -> dict[str, dict[int, Outcome]]:
 
 def recipe_name(config: RunConfig) -> str:
     """A short name of the run's recipe."""
-    name = config.quant if config.quant != "adahop" else f"adahop level {config.level}"
+    name = config.quant
+    if RECIPES[name].is_calibrated:
+        name += f" level {config.level}"
+    if config.fwd != "mxfp4":
+        name += f", fwd {config.fwd}"
     if config.plan is not None:
         name += f", plan {config.plan}"
     return name if config.dy_rounding == "nearest" else f"{name}, dY {config.dy_rounding}"

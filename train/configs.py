@@ -8,12 +8,18 @@ import dataclasses
 import json
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-Quant = Literal["bf16", "mxfp4", "iht", "adahop"]
+from train.recipes import RECIPES
+
+if TYPE_CHECKING:
+    Quant = str
+else:
+    Quant = Literal[tuple(RECIPES)]
 Level = Literal[1, 2]
 Preset = Literal["nano", "60m", "125m", "350m", "1b"]
 Rounding = Literal["nearest", "stochastic"]
+Format = Literal["mxfp4", "mxfp6"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 
 
@@ -103,6 +109,7 @@ class RunConfig:
     optim: OptimConfig
     quant: Quant = "adahop"
     level: Level = 2
+    fwd: Format = "mxfp4"
     dy_rounding: Rounding = "nearest"
     calibration_steps: int = 30
     plan: str | None = None
@@ -136,11 +143,20 @@ class RunConfig:
                 f"run: --batch {self.batch} is not a multiple of --accumulate {self.accumulate}; "
                 "every micro-batch holds batch / accumulate sequences"
             )
-        if self.quant == "bf16" and self.dy_rounding == "stochastic":
+        if self.quant not in RECIPES:
             raise UserError(
-                "run: --dy-rounding stochastic has nothing to round with --quant bf16; "
-                "leave it out or choose another --quant"
+                f"run: --quant {self.quant!r} is unknown; choose one of {', '.join(RECIPES)}"
             )
+        adjustable = [name for name, recipe in RECIPES.items() if recipe.adjustable]
+        for field, value, what in (
+            ("dy_rounding", "stochastic", "nothing to round"),
+            ("fwd", "mxfp6", "no format to change"),
+        ):
+            if getattr(self, field) == value and self.quant not in adjustable:
+                raise UserError(
+                    f"run: --{field.replace('_', '-')} {value} has {what} with --quant "
+                    f"{self.quant}; leave it out or choose --quant {', '.join(adjustable)}"
+                )
 
     def to_json(self) -> str:
         """Returns the configuration as JSON text, fields in order of definition."""

@@ -29,12 +29,15 @@ from numpy.typing import NDArray
 import adahop_jax as ah
 from train import calibrate, data, report
 from train.checkpoint import RunFolder, Snapshot, fingerprint
+from train.compare import recipe_name
 from train.configs import RunConfig, UserError
 from train.evaluate import Heldout, make_evaluate
 from train.log import RunLog
 from train.model import Llama, next_token_loss
 from train.optim import accumulate, make_optimizer, make_schedule
 from train.options import Options, contradictions, resolve
+from train.recipes import RECIPES
+from train.recipes.execution import Execution, execution
 
 PyTree = Any
 
@@ -103,24 +106,27 @@ def train(
         state, votes, done = start.state, start.votes, start.step
         describe(job, state)
         phase = enter_phase(job, start.plan)
+        name = recipe_name(config)
 
         def save() -> None:
             now = Snapshot(step=done, state=state, plan=phase.plan, votes=votes)
             job.folder.save(now, data=fingerprint(job.corpus))
 
         with RunLog(job.folder.metrics_file, config, start=done) as log:
+            log.execution(done, name, phase.execution)
             while done < config.steps and not (interrupted() or stop()):
                 state, metrics, labels = phase.step(
                     state, next_batch(job.corpus, config, step=done)
                 )
-                log.step(done, phase=phase.name, metrics={**metrics, "path": phase.path})
+                log.step(done, phase=phase.name, metrics=metrics)
                 done += 1
-                if phase.plan is None:
+                if phase.name == "calibrate":
                     votes.append(jax.device_get(labels))
                     if done == config.calibration_steps:
                         with log.paused():
                             phase = enter_phase(job, calibrate.decide(votes, job.layers, config))
                             votes = []
+                            log.execution(done, name, phase.execution)
                 if done % config.eval_every == 0 and done < config.steps:
                     with log.paused():
                         log.heldout(done, phase.evaluate(state.params), unigram=job.unigram)
@@ -155,7 +161,7 @@ class Job:
       unigram: entropy of the held-out tokens, nats per token; a model must get below.
       model: the decoder, with nothing quantised.
       layers: its planned layers.
-      plan: the plan of a new run; None if the run calibrates its own.
+      plan: the plan of a new run; None if the run calibrates its own, or is emulated.
     """
 
     config: RunConfig
@@ -169,14 +175,18 @@ class Job:
 
 
 class Phase(NamedTuple):
-    """What the steps of a run do: calibrate while `plan` is None, then train by it.
+    """What the steps of a run do: calibrate, or train.
 
-    `path` names the backends that compute its products, "dtype" for those in full.
+    Attributes:
+      name: "calibrate" or "train".
+      plan: in force; None while calibrating, and where the recipe is emulated and has none.
+      execution: where products run, and their share in `dtype`.
+      step, evaluate: functions of the phase.
     """
 
     name: str
-    path: str
     plan: ah.Plan | None
+    execution: Execution
     step: StepFn
     evaluate: Callable[[PyTree], Heldout]
 
@@ -227,18 +237,27 @@ def resume(job: Job) -> Snapshot:
 
 
 def enter_phase(job: Job, plan: ah.Plan | None) -> Phase:
-    """Returns the phase that trains by `plan`, or that calibrates, and says what it does."""
-    if plan is None:
+    """Returns the phase that trains by `plan`, or that calibrates, and says what it does.
+
+    Args:
+      job: what runs.
+      plan: in force; None before calibration, and for an emulated recipe.
+    """
+    recipe = RECIPES[job.config.quant]
+    if plan is None and recipe.is_calibrated:
         print(f"calibrating: {job.config.calibration_steps} steps with nothing quantised")
         step_fn = make_step(job.model, job.config, calibrating=True)
-        return Phase("calibrate", "dtype", None, step_fn, make_evaluate(job.model, job.batches))
-    plan.save(job.folder.plan_file)
+        in_full = execution(job.model.plan, job.layers)
+        return Phase("calibrate", None, in_full, step_fn, make_evaluate(job.model, job.batches))
+    print(f"{recipe_name(job.config)}: {recipe.summary}")
     print(report.plan_tables(plan, job.layers))
-    report.draw_plan(plan, job.layers, job.folder.path / "plan.png")
-    model = job.model.clone(plan=plan)
+    if plan is not None:
+        plan.save(job.folder.plan_file)
+        report.draw_plan(plan, job.layers, job.folder.path / "plan.png")
+    model = recipe.applied(job.model, plan)
     step_fn = make_step(model, job.config, calibrating=False)
-    path = ", ".join(ah.explain(plan, job.layers).paths)
-    return Phase("train", path, plan, step_fn, make_evaluate(model, job.batches))
+    evaluate = make_evaluate(model, job.batches)
+    return Phase("train", plan, execution(plan, job.layers), step_fn, evaluate)
 
 
 def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from train.configs import RunConfig, UserError
 from train.evaluate import Heldout
+from train.recipes.execution import Execution
 
 
 class Diverged(UserError):
@@ -107,6 +108,16 @@ class RunLog:
         self.flush()
         yield
         self._clock = time.perf_counter()
+
+    def execution(self, step: int, recipe: str, execution: Execution) -> None:
+        """Takes how the products run from step `step` on; writes it unless it is written already.
+
+        A resumed run says it again only if it is not as it was, as on another machine.
+        """
+        facts = {"recipe": recipe, **execution._asdict()}
+        said = [line for line in read_metrics(self._file) if "recipe" in line]
+        if not said or {k: v for k, v in said[-1].items() if k != "step"} != facts:
+            self._write([{"step": step, **facts}])
 
     def heldout(self, step: int, losses: Heldout, *, unigram: float) -> None:
         """Takes the held-out losses after `step` steps; `unigram` is the entropy to beat."""

@@ -29,11 +29,14 @@ class Llama(nn.Module):
       config: shape of the model and dtype of its products.
       vocab_size: number of token ids.
       plan: how each of the blocks' products runs. Paths are "block_3/attn/query" and the like.
+      dot_general_cls: makes the product of the blocks' layers, for recipes that have one of their
+        own (`train.recipes`); None for those of the plan.
     """
 
     config: ModelConfig
     vocab_size: int
     plan: ah.Plan = ah.Plan.full()
+    dot_general_cls: Any = None
 
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
@@ -48,8 +51,15 @@ class Llama(nn.Module):
         )
         x_BTD = embed(tokens_BT)
         rotation = _rotation(tokens_BT.shape[1], config)
+        dense = functools.partial(
+            ah.Dense,
+            use_bias=False,
+            dtype=config.dtype,
+            plan=self.plan,
+            dot_general_cls=self.dot_general_cls,
+        )
         for i in range(config.layers):
-            x_BTD = Block(config, self.plan, name=f"block_{i}")(x_BTD, rotation)
+            x_BTD = Block(config, dense, name=f"block_{i}")(x_BTD, rotation)
         x_BTD = _norm(config, "final_norm")(x_BTD)
         if config.tie_embeddings:
             logits_BTV = embed.attend(x_BTD)
@@ -81,31 +91,35 @@ def next_token_loss(model: Llama) -> Callable[[PyTree, tuple[jax.Array, jax.Arra
 
 
 class Block(nn.Module):
-    """One decoder block."""
+    """One decoder block.
+
+    Attributes:
+      config: shape of the model.
+      dense: makes a linear layer from its features and name.
+    """
 
     config: ModelConfig
-    plan: ah.Plan
+    dense: functools.partial[ah.Dense]
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Returns the residual stream after attention and MLP."""
         h_BTD = _norm(self.config, "attn_norm")(x_BTD)
-        x_BTD = x_BTD + Attention(self.config, self.plan, name="attn")(h_BTD, rotation)
+        x_BTD = x_BTD + Attention(self.config, self.dense, name="attn")(h_BTD, rotation)
         h_BTD = _norm(self.config, "mlp_norm")(x_BTD)
-        return x_BTD + Mlp(self.config, self.plan, name="mlp")(h_BTD)
+        return x_BTD + Mlp(self.config, self.dense, name="mlp")(h_BTD)
 
 
 class Attention(nn.Module):
     """Causal attention; groups of H / G query heads share a key and value head."""
 
     config: ModelConfig
-    plan: ah.Plan
+    dense: functools.partial[ah.Dense]
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
         """Returns what attention adds to the residual stream, (B, T, D)."""
-        config = self.config
-        dense = _dense(config, self.plan)
+        config, dense = self.config, self.dense
         heads = (*x_BTD.shape[:2], -1, config.head_dim)
         projections = ah.dense_group(
             x_BTD,
@@ -125,12 +139,12 @@ class Mlp(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     config: ModelConfig
-    plan: ah.Plan
+    dense: functools.partial[ah.Dense]
 
     @nn.compact
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Returns what the MLP adds to the residual stream, (B, T, D)."""
-        dense = _dense(self.config, self.plan)
+        dense = self.dense
         gate_BTF, up_BTF = ah.dense_group(
             x_BTD,
             dense(self.config.mlp_width, name="gate"),
@@ -138,10 +152,6 @@ class Mlp(nn.Module):
         )
         down = dense(self.config.width, kernel_init=_residual_init(self.config), name="down")
         return down(nn.silu(gate_BTF) * up_BTF)
-
-
-def _dense(config: ModelConfig, plan: ah.Plan) -> functools.partial:
-    return functools.partial(ah.Dense, use_bias=False, dtype=config.dtype, plan=plan)
 
 
 def _norm(config: ModelConfig, name: str) -> nn.RMSNorm:

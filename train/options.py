@@ -12,6 +12,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from train.configs import (
     PRESETS,
     ComputeDtype,
+    Format,
     Level,
     Preset,
     Quant,
@@ -22,6 +23,7 @@ from train.configs import (
     replace,
 )
 from train.data import is_token_file
+from train.recipes import RECIPES
 
 # An option that is not said has no default to show: its preset's value holds.
 _UNSAID = tyro.conf.arg(help_behavior_hint="")
@@ -60,9 +62,11 @@ class Options:
     """
 
     quant: Annotated[Quant | None, _UNSAID, _one_of(Quant)] = None
-    """recipe: bf16, naive mxfp4, iht everywhere, or adahop's calibrated plan (the default)"""
+    """recipe, see train/recipes: how the blocks' matrix products run (adahop's calibrated plan)"""
     level: Annotated[Level | None, _UNSAID, _one_of(Level)] = None
     """adahop: column-column products run with outlier extraction (1) or in BF16 (2, the default)"""
+    fwd: Annotated[Format | None, _UNSAID, _one_of(Format)] = None
+    """format of the operands of quantised forward products (mxfp4)"""
     preset: Annotated[Preset | None, _UNSAID, _one_of(Preset)] = None
     """sizes and schedule; nano, the default, suits two CPU cores"""
     data: Str = None
@@ -72,7 +76,7 @@ class Options:
     vocab_size: Int = None
     """size of the vocabulary to train with --tokenizer bpe, or of a token file's"""
     plan: Str = None
-    """plan.json of an earlier calibration, used in place of a new one"""
+    """plan.json of an earlier calibration, used in place of a new one; control mirrors it"""
     calibration_steps: Int = None
     """adahop: first steps that run in BF16 and decide the plan (30)"""
     dy_rounding: Annotated[Rounding | None, _UNSAID, _one_of(Rounding)] = None
@@ -178,12 +182,13 @@ def resolve(options: Options, *, platform: str) -> RunConfig:
                 f"run: --vocab-size is the size of a BPE to train or of a token file's vocabulary, "
                 f"and the tokenizer is {config.tokenizer}; leave it out, or add --tokenizer bpe"
             )
-    if config.quant != "adahop":
+    if not RECIPES[config.quant].is_calibrated:
+        calibrated = " or ".join(name for name in RECIPES if RECIPES[name].is_calibrated)
         for name in ("level", "calibration_steps", "plan"):
             if getattr(options, name) is not None:
                 raise UserError(
-                    f"run: --{name.replace('_', '-')} belongs to --quant adahop, and --quant is "
-                    f"{config.quant}; leave one of them out"
+                    f"run: --{name.replace('_', '-')} belongs to --quant {calibrated}, and --quant "
+                    f"is {config.quant}; leave one of them out"
                 )
     elif options.plan is not None and options.calibration_steps is not None:
         raise UserError(

@@ -12,14 +12,18 @@ from matplotlib.patches import Patch
 import adahop_jax as ah
 from adahop_jax._plan import PRODUCTS, TENSORS
 from train.log import read_metrics
+from train.recipes.execution import execution
 
 
-def plan_tables(plan: ah.Plan, layers: Sequence[ah.LayerInfo]) -> str:
+def plan_tables(plan: ah.Plan | None, layers: Sequence[ah.LayerInfo]) -> str:
     """Returns what the plan does with the model, as text.
 
     How many layers show which pattern, where the plan was calibrated; how many run which strategy
-    in each product, and for which pair of patterns; the share of multiply-adds left in `dtype`.
+    in each product, and for which pair of patterns; where it runs, and the share of multiply-adds
+    left in `dtype`. Of an emulated recipe, which has no plan, these two.
     """
+    if plan is None:
+        return str(execution(plan, layers))
     explanation = ah.explain(plan, layers)
     tables = []
     if all(plan[layer.path].patterns is not None for layer in layers):
@@ -29,7 +33,7 @@ def plan_tables(plan: ah.Plan, layers: Sequence[ah.LayerInfo]) -> str:
         tables.append(_count_table("layers by pattern", ("linear", *TENSORS), seen))
     runs = ((row.strategy, row.product, row.why or "any pair") for row in explanation.rows)
     tables.append(_count_table("layers by strategy", ("strategy", *PRODUCTS), runs))
-    tables.append(f"multiply-adds left in dtype: {explanation.share_in_dtype:.1%}")
+    tables.append(str(execution(plan, layers)))
     return "\n\n".join(tables)
 
 

@@ -226,7 +226,7 @@ def _cells(row: Row, rank: int | None, study: Study) -> list[str]:
         f"{row.share:.2%}",
         "-" if row.speed is None else f"{row.speed:,.0f}",
         f"{row.summary['kept_bytes'] / 2**30:.2f} GiB",
-        ", ".join(row.summary["paths"]),
+        row.summary["runs_on"],
     ]
 
 

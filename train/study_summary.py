@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import adahop_jax as ah
 from benchmarks.kept import kept, size
 from train.checkpoint import RunFolder, fingerprint
 from train.compare import Outcome
@@ -30,6 +29,8 @@ from train.configs import RunConfig, UserError
 from train.lm import Result
 from train.log import read_metrics
 from train.model import Llama, next_token_loss
+from train.recipes import RECIPES
+from train.recipes.execution import execution
 from train.study_config import Run, same_run
 
 SUMMARY = "summary.json"
@@ -46,10 +47,9 @@ def summarize(run: Run, result: Result) -> dict[str, Any]:
     attention nor the head belong, and tokens per second are the median over the log's intervals.
     """
     job, plan = result.job, result.plan
-    assert plan is not None
     config = job.config
-    model = job.model.clone(plan=plan)
-    explained = ah.explain(plan, job.layers)
+    model = RECIPES[config.quant].applied(job.model, plan)
+    runs = execution(plan, job.layers)
     lines = read_metrics(job.folder.metrics_file)
     speeds = [
         line["tokens_per_second"]
@@ -69,8 +69,8 @@ def summarize(run: Run, result: Result) -> dict[str, Any]:
         ],
         "heldout_tokens": sum(batch[:, 1:].size for batch in job.batches),
         "tokens_per_second": round(statistics.median(speeds), 1) if speeds else None,
-        "share_in_bf16": explained.share_in_dtype,
-        "paths": list(explained.paths),
+        "share_in_bf16": runs.share_in_dtype,
+        "runs_on": runs.runs_on,
         "kept_bytes": kept_bytes(model, config),
         "data": {"fingerprint": fingerprint(job.corpus), "description": _undated(job.corpus)},
     }

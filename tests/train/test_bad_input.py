@@ -15,6 +15,7 @@ from train import lm
 from train.configs import UserError
 from train.log import RunLog
 from train.options import Options, resolve
+from train.recipes import RECIPES
 
 pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
 
@@ -44,6 +45,10 @@ OPTIONS = {
     "plan of mxfp4": ({"quant": "mxfp4", "plan": "p"}, "--plan belongs to --quant adahop"),
     "plan and calibration": ({"plan": "p", "calibration_steps": 3}, "--plan skips the calibration"),
     "rounding of bf16": ({"quant": "bf16", "dy_rounding": "stochastic"}, "nothing to round"),
+    "rounding of tseng": ({"quant": "tseng", "dy_rounding": "stochastic"}, "nothing to round with"),
+    "format of bf16": ({"quant": "bf16", "fwd": "mxfp6"}, "--fwd mxfp6 has no format to change"),
+    "format of nvfp4": ({"quant": "nvfp4", "fwd": "mxfp6"}, "choose --quant mxfp4, iht, adahop,"),
+    "level of halo": ({"quant": "halo", "level": 1}, "belongs to --quant adahop or control"),
     "text of no name": ({"data": ""}, 'data: "" names nothing'),
     "text with a null byte": ({"data": "a\0b"}, "--data 'a\\x00b' can't be a path"),
     "text with a long name": ({"data": "a" * 300}, "can't be read (File name too long)"),
@@ -85,7 +90,12 @@ def test_choices_are_offered_in_order_and_without_none(tmp_path, capsys):
     with pytest.raises(SystemExit):
         lm.main([*arguments(tiny_options(tmp_path)), "--quant", "int8"])
     words = re.findall(r"'(\w+)'", capsys.readouterr().err.split("Expected one of")[1])
-    assert words == ["bf16", "mxfp4", "iht", "adahop"]
+    assert words == list(RECIPES)
+
+
+def test_recipe_that_is_not_there_is_refused_from_python_too():
+    with pytest.raises(UserError, match="--quant 'int8' is unknown; choose one of bf16, mxfp4"):
+        resolve(Options(quant="int8"), platform="cpu")
 
 
 def test_options_keep_their_types():

@@ -103,7 +103,7 @@ def test_every_run_leaves_what_tables_are_made_of(done):
         }
         lines = read_metrics(folder / "metrics.jsonl")
         assert [line["step"] for line in lines if "loss" in line] == list(range(8))
-        assert {line["path"] for line in lines if "loss" in line} == set(summary["paths"])
+        assert {x["runs_on"] for x in lines if "runs_on" in x} == {summary["runs_on"]}
         held = [(line["step"], line["heldout"]) for line in lines if "heldout" in line]
         assert [(line["step"], line["recipe"]) for line in summary["heldout"]] == held
         assert [step for step, _ in held] == [4, 8]
@@ -111,7 +111,7 @@ def test_every_run_leaves_what_tables_are_made_of(done):
         assert summary["heldout_tokens"] == 64
     bf16, iht = found["bf16-seed0"], found["iht-seed0"]
     assert (bf16["share_in_bf16"], iht["share_in_bf16"]) == (1.0, 0.0)
-    assert (bf16["paths"], iht["paths"]) == (["dtype"], ["reference"])
+    assert (bf16["runs_on"], iht["runs_on"]) == ("dtype", "reference")
     assert iht["kept_bytes"] < bf16["kept_bytes"]
     assert bf16["parameters"] == iht["parameters"] > 1_000
     # Checkpoints are neither among the results nor kept.

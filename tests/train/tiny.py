@@ -37,7 +37,7 @@ def write_text(folder: Path) -> Path:
 def tiny_options(folder: Path, **options) -> Options:
     """Options of a tiny run in folder/run, on a text in `folder`."""
     given = {"data": str(write_text(folder)), "run_dir": str(folder / "run"), **TINY, **options}
-    if given.get("quant", "adahop") == "adahop" and "plan" not in given:
+    if given.get("quant", "adahop") in ("adahop", "control") and "plan" not in given:
         given.setdefault("calibration_steps", 3)
     return Options(**given)
 
