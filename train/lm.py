@@ -304,12 +304,12 @@ def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
 def init_state(model: Llama, config: RunConfig) -> TrainState:
     """Returns the state before the first step; the same seed gives the same parameters."""
 
-    def init() -> TrainState:
-        params = model.init(_keys(config).init, jnp.zeros((1, 1), jnp.int32))["params"]
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
         opt_state = make_optimizer(config.optim, steps=config.steps).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
 
-    return jax.jit(init)()
+    return jax.jit(init)(_keys(config).init)
 
 
 def next_batch(corpus: data.Corpus, config: RunConfig, *, step: int) -> NDArray[np.int32]:

@@ -48,6 +48,8 @@ class Arguments:
     """only make the table and the pictures of what is there"""
     data: str | None = None
     """where the text is, in place of the study's own path"""
+    commit: str | None = None
+    """commit to name in summaries, where the checkout has no history"""
     scratch: Path = Path("runs")
     """folder for checkpoints of runs that have not finished"""
     cache_dir: str = Options().cache_dir
@@ -153,8 +155,10 @@ def _train(
     try:
         result = lm.train(options, stop=over, watch=watch)
     except Diverged as error:
-        return failure(run, str(error))
-    return None if result.heldout is None else summarize(run, result)
+        return failure(run, str(error), commit=arguments.commit)
+    if result.heldout is None:
+        return None
+    return summarize(run, result, commit=arguments.commit)
 
 
 def _plan_file(study: Study, run: Run, arguments: Arguments) -> str | None:

@@ -39,8 +39,13 @@ _FILES = ("config.json", "plan.json", "metrics.jsonl", ERRORS, SUMMARY)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "triton", "jax-triton")
 
 
-def summarize(run: Run, result: Result) -> dict[str, Any]:
+def summarize(run: Run, result: Result, *, commit: str | None) -> dict[str, Any]:
     """Returns the summary of a run that ended, as plain JSON values.
+
+    Args:
+      run: of the study.
+      result: of its training.
+      commit: to name where the checkout has no history.
 
     Losses are nats per token, `kept_bytes` what one micro-batch's loss keeps for its backward pass,
     parameters left out; `share_in_bf16` is of the planned products' multiply-adds, to which neither
@@ -58,7 +63,7 @@ def summarize(run: Run, result: Result) -> dict[str, Any]:
     ]
     params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
     return {
-        **_identity(run),
+        **_identity(run, commit),
         "diverged": None,
         "steps": config.steps,
         "tokens": config.steps * config.batch * config.seq_len,
@@ -76,19 +81,19 @@ def summarize(run: Run, result: Result) -> dict[str, Any]:
     }
 
 
-def failure(run: Run, why: str) -> dict[str, Any]:
+def failure(run: Run, why: str, *, commit: str | None) -> dict[str, Any]:
     """Returns the summary of a run whose loss did not stay finite."""
-    return {**_identity(run), "diverged": why}
+    return {**_identity(run, commit), "diverged": why}
 
 
-def _identity(run: Run) -> dict[str, Any]:
+def _identity(run: Run, commit: str | None) -> dict[str, Any]:
     return {
         "recipe": run.recipe,
         "seed": run.seed,
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "versions": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit(),
+        "commit": _commit() or commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 

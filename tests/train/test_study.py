@@ -42,6 +42,7 @@ def write_study(folder, recipes=("bf16", "iht"), seeds=(0, 1), more="", **option
         "bf16": '{ quant = "bf16" }',
         "iht": '{ quant = "iht" }',
         "adahop": '{ quant = "adahop", level = 1, calibration_steps = 3 }',
+        "halo": '{ quant = "halo" }',
         "fwd in BF16": '{ quant = "adahop", of = "adahop", full = ["fwd"] }',
     }
     lines = ["[options]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
@@ -302,6 +303,16 @@ def test_errors_by_pair_by_hand():
         "| column-row | 2 | 0.2000 | 0.0500 |",
         "| none-none | 1 | 0.5000 | - |",
     ]
+
+
+def test_emulated_recipe_says_so(tmp_path):
+    file = write_study(tmp_path, recipes=("halo",), seeds=(0,))
+    assert study.main(arguments(file, "--commit", "abc")) == 0
+    summary = summaries(file)["halo-seed0"]
+    assert (summary["runs_on"], summary["share_in_bf16"]) == ("emulated", 0.0)
+    assert summary["commit"] and summary["kept_bytes"] > 0
+    assert not (file.parent / "runs/halo-seed0/plan.json").exists()
+    assert "| emulated |" in (file.parent / "README.md").read_text()
 
 
 def test_changes_of_a_plan_are_of_the_layers_named():
