@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 MIB, GIB = 2**20, 2**30
@@ -29,6 +30,6 @@ def kept(function: Callable[..., Any], parameters: Any, *args: Any) -> list[Any]
 
 def size(aval: Any) -> int:
     """In bytes; of random keys 0."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return 0
     return math.prod(aval.shape) * aval.dtype.itemsize

@@ -184,6 +184,10 @@ class RunFolder:
     def _step_folder(self, step: int) -> Path:
         return self.path / "checkpoints" / str(step)
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is a checkpoint to continue from."""
+        return bool(self._steps())
+
     def _steps(self) -> list[int]:
         """Steps of the checkpoints that are here."""
         found = (self.path / "checkpoints").glob("*")

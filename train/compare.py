@@ -68,7 +68,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, dict[int, Outcome]]:
         folder = RunFolder(path)
         config = folder.read_config()
         first = first or (path, config)
-        if other := _differences(first[1], config):
+        if other := differences(first[1], config):
             raise UserError(
                 f"runs {first[0]} and {path} differ in {', '.join(other)} besides recipe and seed; "
                 "compare runs of one configuration"
@@ -141,7 +141,8 @@ def table(runs: Mapping[str, Mapping[int, Outcome]]) -> str:
     return "\n".join(lines)
 
 
-def _differences(one: RunConfig, other: RunConfig) -> list[str]:
+def differences(one: RunConfig, other: RunConfig) -> list[str]:
+    """Names the fields, besides recipe and seed, in which two runs differ."""
     return [
         field.name
         for field in dataclasses.fields(RunConfig)

@@ -8,11 +8,12 @@ the same bits.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import shlex
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -56,10 +57,15 @@ StepFn = Callable[[TrainState, NDArray[np.int32]], tuple[TrainState, PyTree, PyT
 class Result:
     """What a run ended with. `heldout` is None for a run that was interrupted."""
 
+    job: "Job"
     run_dir: Path
     step: int
     plan: ah.Plan | None
     heldout: Heldout | None
+
+
+Watch = Mapping[int, Callable[["Job", PyTree, int], Mapping[str, Any]]]
+"""Steps done -> what then looks at (run, parameters, steps done) and says what is logged of it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,14 +86,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def train(options: Options) -> Result:
+def train(
+    options: Options, *, stop: Callable[[], bool] = lambda: False, watch: Watch | None = None
+) -> Result:
     """Trains as `options` say, from the start or from a run folder's last checkpoint.
+
+    Args:
+      options: of the command line.
+      stop: asked after every step; True saves and interrupts the run.
+      watch: called after those steps, outside the clock, its answers logged as lines of metrics.
 
     Raises:
       UserError, data.DataError, ah.PlanError: bad input; nothing that was there is changed.
     """
     job = prepare(options)
-    config = job.config
+    config, watch = job.config, watch or {}
     with catch_interrupts() as interrupted:
         start = resume(job) if options.resume else begin(job)
         state, votes, done = start.state, start.votes, start.step
@@ -101,7 +114,7 @@ def train(options: Options) -> Result:
 
         with RunLog(job.folder.metrics_file, config, start=done) as log:
             log.execution(done, name, phase.execution)
-            while done < config.steps and not interrupted():
+            while done < config.steps and not (interrupted() or stop()):
                 state, metrics, labels = phase.step(
                     state, next_batch(job.corpus, config, step=done)
                 )
@@ -117,18 +130,23 @@ def train(options: Options) -> Result:
                 if done % config.eval_every == 0 and done < config.steps:
                     with log.paused():
                         log.heldout(done, phase.evaluate(state.params), unigram=job.unigram)
+                if done in watch:
+                    with log.paused():
+                        log.watched(done, watch[done](job, state.params, done))
                 if done % config.checkpoint_every == 0:
                     with log.paused():
                         save()
             with log.paused():
                 save()
             if done < config.steps:
-                return Result(run_dir=job.folder.path, step=done, plan=phase.plan, heldout=None)
+                return Result(
+                    job=job, run_dir=job.folder.path, step=done, plan=phase.plan, heldout=None
+                )
             heldout = phase.evaluate(state.params)
             log.heldout(done, heldout, unigram=job.unigram)
     report.draw_loss(job.folder.metrics_file, job.folder.path / "loss.png", unigram=job.unigram)
     print(f"the run is in {job.folder.path}")
-    return Result(run_dir=job.folder.path, step=done, plan=phase.plan, heldout=heldout)
+    return Result(job=job, run_dir=job.folder.path, step=done, plan=phase.plan, heldout=heldout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,8 +278,10 @@ def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
         loss, grads = jax.value_and_grad(lambda params: loss_fn({"params": params}, micro))(params)
         return loss, grads, {}
 
-    def step(state: TrainState, tokens: jax.Array) -> tuple[TrainState, PyTree, PyTree]:
-        key = jax.random.fold_in(_keys(config).rounding, state.step)
+    def step(
+        state: TrainState, tokens: jax.Array, rounding: jax.Array
+    ) -> tuple[TrainState, PyTree, PyTree]:
+        key = jax.random.fold_in(rounding, state.step)
         micros = (
             tokens.reshape(config.accumulate, -1, tokens.shape[-1]),
             jax.random.split(key, config.accumulate),
@@ -277,18 +297,19 @@ def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
         }
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics, labels
 
-    return jax.jit(step, donate_argnums=0)
+    # The key is an argument, so that runs which differ in their seed alone compile to one program.
+    return functools.partial(jax.jit(step, donate_argnums=0), rounding=_keys(config).rounding)
 
 
 def init_state(model: Llama, config: RunConfig) -> TrainState:
     """Returns the state before the first step; the same seed gives the same parameters."""
 
-    def init() -> TrainState:
-        params = model.init(_keys(config).init, jnp.zeros((1, 1), jnp.int32))["params"]
+    def init(key: jax.Array) -> TrainState:
+        params = model.init(key, jnp.zeros((1, 1), jnp.int32))["params"]
         opt_state = make_optimizer(config.optim, steps=config.steps).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, opt_state=opt_state)
 
-    return jax.jit(init)()
+    return jax.jit(init)(_keys(config).init)
 
 
 def next_batch(corpus: data.Corpus, config: RunConfig, *, step: int) -> NDArray[np.int32]:

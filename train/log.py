@@ -4,7 +4,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,6 +16,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from train.configs import RunConfig, UserError
 from train.evaluate import Heldout
 from train.recipes.execution import Execution
+
+
+class Diverged(UserError):
+    """The loss is no longer finite."""
 
 
 class RunLog:
@@ -78,7 +82,7 @@ class RunLog:
         """Fetches the metrics held back, writes and shows them.
 
         Raises:
-          UserError: the loss is no longer finite.
+          Diverged: the loss is no longer finite.
         """
         if not self._pending:
             return
@@ -92,7 +96,7 @@ class RunLog:
         self._write(lines)
         for line in lines:
             if not math.isfinite(line["loss"]):
-                raise UserError(
+                raise Diverged(
                     f"step {line['step']}: the loss is {line['loss']}, the run has diverged; its "
                     "last checkpoint is from before; start again with a lower --lr"
                 )
@@ -131,6 +135,10 @@ class RunLog:
             f"step {step}: held-out loss {losses.recipe:.4f}, with nothing quantised "
             f"{losses.full:.4f}; unigram entropy {unigram:.4f}"
         )
+
+    def watched(self, step: int, seen: Mapping[str, Any]) -> None:
+        """Takes what was seen of the run after `step` steps, as plain JSON values."""
+        self._write([{"step": step, **seen}])
 
     def note(self, text: str) -> None:
         """Prints `text`, above the progress bar where there is one."""
@@ -192,7 +200,12 @@ def _drop_after(file: Path, start: int, *, total: int) -> None:
     kept = [
         line
         for line in read_metrics(file)
-        if line["step"] < start or ("loss" not in line and line["step"] == start < total)
+        if line["step"] < start
+        or (
+            line["step"] == start
+            and "loss" not in line
+            and (start < total or "heldout" not in line)
+        )
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in kept))
 

@@ -79,6 +79,12 @@ def draw_loss(metrics_file: Path, file: Path, *, unigram: float) -> None:
     figure.savefig(file, dpi=120)
 
 
+def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Returns a Markdown table."""
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _kind(path: str) -> str:
     """The path without the block, as in "attn/query"."""
     return path.partition("/")[2]

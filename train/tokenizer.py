@@ -140,12 +140,16 @@ def _load_bpe(texts: Sequence[str], cache_dir: Path, vocab_size: int) -> BPEToke
     cached = cache_dir / f"bpe-{vocab_size}-{digest.hexdigest()[:16]}.json"
     content = _read_cache(cached)
     if content is None:
-        content = _train(texts, vocab_size)
+        content = train_bpe(texts, vocab_size)
         _write_cache(cached, content)
     return BPETokenizer(tokenizers.Tokenizer.from_str(content), "bpe")
 
 
-def _train(texts: Sequence[str], vocab_size: int) -> str:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
+    """Returns a byte-level BPE trained on `texts`, as the text of a tokenizer.json.
+
+    `vocab_size` counts the end-of-document token; a small text may give fewer.
+    """
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.standard_promotion
 
 LAYERS, WIDTH, HEADS, KV_HEADS, MLP, THETA, EPS = 2, 16, 4, 2, 24, 10_000.0, 1e-5
 HEAD = WIDTH // HEADS
-BPE = json.loads(tok._train(["the cat sat on the mat, the end\n" * 9], 280))["model"]
+BPE = json.loads(tok.train_bpe(["the cat sat on the mat, the end\n" * 9], 280))["model"]
 VOCAB = len(BPE["vocab"])
 SHAPES = {
     "attn_norm": (WIDTH,),

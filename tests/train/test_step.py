@@ -48,7 +48,7 @@ def test_step_moves_every_parameter_and_compiles_once(plan):
     for i in range(3):
         state, metrics, labels = step(state, tokens(config, seed=i))
         assert np.isfinite(metrics["loss"]) and labels == {}
-    assert step._cache_size() == 1
+    assert step.func._cache_size() == 1
     assert int(state.step) == 3
     still = [
         jax.tree_util.keystr(path)

@@ -66,7 +66,7 @@ def test_pieces_join_to_the_text():
 def test_cache_is_used_and_keyed_by_text_and_size(tmp_path, monkeypatch):
     first = load("bpe", tmp_path).encode(TEXTS[0])
     path = cached(tmp_path)
-    monkeypatch.setattr(tok, "_train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(tok, "train_bpe", lambda *_: pytest.fail("trained again"))
     np.testing.assert_array_equal(load("bpe", tmp_path).encode(TEXTS[0]), first)
     monkeypatch.undo()
     load("bpe", tmp_path, vocab_size=301)
@@ -76,7 +76,7 @@ def test_cache_is_used_and_keyed_by_text_and_size(tmp_path, monkeypatch):
 
 
 def test_training_is_deterministic():
-    assert tok._train(TEXTS, 300) == tok._train(TEXTS, 300)
+    assert tok.train_bpe(TEXTS, 300) == tok.train_bpe(TEXTS, 300)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "one byte", "empty", "not UTF-8"])
@@ -99,7 +99,7 @@ def test_broken_cache_is_rebuilt(damage, tmp_path):
 
 def test_tokenizer_json_is_loaded(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_text(tok._train(TEXTS, 292), encoding="utf-8")
+    path.write_text(tok.train_bpe(TEXTS, 292), encoding="utf-8")
     tokenizer = load(str(path), tmp_path)
     assert tokenizer.vocab_size == 292
     assert tokenizer.end_of_document == 0
@@ -107,7 +107,7 @@ def test_tokenizer_json_is_loaded(tmp_path):
 
 
 def test_tokenizer_json_without_an_end_token(tmp_path):
-    content = json.loads(tok._train(TEXTS, 300))
+    content = json.loads(tok.train_bpe(TEXTS, 300))
     content["added_tokens"] = []
     del content["model"]["vocab"]["<|endoftext|>"]
     path = tmp_path / "tokenizer.json"
