@@ -21,7 +21,9 @@ from pallas_kernels import _warpgroup as wg
 BLOCK = 32
 
 
-def rotate(x: jax.Array, spec: OperandSpec, signs: jax.Array | None, *, careful: bool) -> jax.Array:
+def rotate(
+    x: jax.Array, spec: OperandSpec, signs: jax.Array | None, *, careful: bool, signed_zeros: bool
+) -> jax.Array:
     """Blocks (THREADS, 32) float32 scaled, their signs changed, and times the +-1 Sylvester matrix.
 
     Args:
@@ -29,6 +31,7 @@ def rotate(x: jax.Array, spec: OperandSpec, signs: jax.Array | None, *, careful:
       spec: how they are quantized; the transform is no larger than a block.
       signs: float32 (32,), or None.
       careful: whether sums may be subnormal; such count as zeros.
+      signed_zeros: whether it matters what sign a zero has, and what is smaller than every step.
     """
     if careful or spec.pre_scale != 1.0:
         x = b.normal_or_zero(x)
@@ -38,8 +41,9 @@ def rotate(x: jax.Array, spec: OperandSpec, signs: jax.Array | None, *, careful:
         x = x * lax.broadcast_in_dim(signs, x.shape, [1])
     if not spec.hadamard:
         return x
-    # Subnormal values are dropped, and a zero that is rotated loses its sign.
-    x = jnp.where(jnp.abs(x) < float(jnp.finfo(jnp.float32).tiny), 0.0, x)
+    if signed_zeros:
+        # Subnormal values are dropped, and a zero that is rotated loses its sign.
+        x = jnp.where(jnp.abs(x) < float(jnp.finfo(jnp.float32).tiny), 0.0, x)
     place = wg.iota(BLOCK, 1)
     stride = 1
     while stride < spec.hadamard:
@@ -56,7 +60,11 @@ def block_scales(y: jax.Array, spec: OperandSpec) -> tuple[jax.Array, jax.Array]
 
     Those of a NaN are larger than all others.
     """
-    largest = jnp.max(b.to_bits(y) & b.MAGNITUDE, axis=1)
+    # Compared as floats, which drops the signs at no cost, until two are left.
+    largest = jnp.abs(y)
+    while (half := largest.shape[1] // 2) > 1:
+        largest = jnp.maximum(largest[:, :half], largest[:, half:])
+    largest = jnp.max(b.to_bits(largest), axis=1)
     normal = jnp.where(largest < b.MIN_NORMAL, 0, largest)
     return scale_exponent(normal, spec.mx, spec.scale_rule), largest
 

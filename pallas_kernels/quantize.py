@@ -54,7 +54,7 @@ TRUSTED = -60, 60
 """Scale exponents between which nothing needs care."""
 UNSEEN = 127, -127
 """Least and largest scale exponent of a row of zeros."""
-AT_ONCE = 16
+AT_ONCE = 32
 """Tiles whose extremes are looked at together."""
 SHARES = 4
 """Programs among which a row of tiles is divided that may have to be done again."""
@@ -297,7 +297,7 @@ def _quantize(
             block = values[:, j * BLOCK : (j + 1) * BLOCK].astype(jnp.float32)
             norm = norm + jnp.sum(block * block, axis=1) if cut.norms else norm
             noise = _noise(given, tile * TILE, nth * TILE + place * BLOCK, cut)
-            y = rotate(block, cut.spec, signs, careful=cut.careful)
+            y = rotate(block, cut.spec, signs, careful=cut.careful, signed_zeros=not cut.folded)
             scale, top = block_scales(y, cut.spec)
             # Zeros and faults fit everywhere.
             counts = (top > 0) & (top < b.INFINITY)
