@@ -106,7 +106,7 @@ def test_guesses_serve_tensors_as_they_occur(kernels, rng, monkeypatch, name):
     for module in (quantize_tiles, quantize_columns):
         monkeypatch.setattr(module, "settle", note)
     change, options = ORDINARY[name]
-    x = jnp.asarray(change(rng.standard_normal((1024, 256)).astype(np.float32)), jnp.bfloat16)
+    x = jnp.asarray(change(rng.standard_normal((512, 256)).astype(np.float32)), jnp.bfloat16)
     spec = OperandSpec(hadamard=32, **options)
     kernels.ops.views(x, *(reference.Wanted(False, axis, spec) for axis in (1, 0)))
     assert flagged and not any(flagged), flagged
