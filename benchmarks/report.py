@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,14 @@ class Table:
     note: str = ""
 
     def __str__(self) -> str:
-        lines = [self.head, ("---",) * len(self.head), *self.rows]
-        parts = [f"## {self.title}", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        parts = [f"## {self.title}", markdown(self.head, self.rows)]
         return "\n\n".join([*parts, self.note] if self.note else parts) + "\n"
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def circumstances(commit: str | None = None) -> dict[str, Any]:
@@ -52,9 +57,9 @@ def circumstances(commit: str | None = None) -> dict[str, Any]:
             "platform": device.client.platform_version,
             "host": platform.platform(),
         },
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions(PACKAGES)},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": commit or _commit(),
+        "commit": commit or checkout("--abbrev=40"),
     }
 
 
@@ -70,9 +75,10 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"benchmark: {type(value).__name__} has no place in JSON")
 
 
-def _versions() -> dict[str, str | None]:
+def versions(packages: Iterable[str]) -> dict[str, str | None]:
+    """Of packages, by name; None of those that are not installed."""
     found: dict[str, str | None] = {}
-    for package in PACKAGES:
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -80,9 +86,13 @@ def _versions() -> dict[str, str | None]:
     return found
 
 
-def _commit() -> str | None:
-    """Of the checkout, marked if files in it were changed; None without one."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+def checkout(*options: str) -> str | None:
+    """The commit that is checked out, marked if files in it were changed; None without one.
+
+    Args:
+      options: of `git describe`, besides those for that.
+    """
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", *options]
     try:
         run = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True

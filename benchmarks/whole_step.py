@@ -21,7 +21,7 @@ from benchmarks import timing
 from benchmarks.kept import GIB, kept, size
 from benchmarks.report import Table
 from train.configs import ModelConfig, OptimConfig
-from train.model import Block, _rotation
+from train.model import Block, _rotation, linear
 from train.optim import make_optimizer
 
 PATHS = {"query": "attn", "key": "attn", "value": "attn", "out": "attn"} | dict.fromkeys(
@@ -118,10 +118,7 @@ class _Body(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, rotation: Any) -> tuple[jax.Array, None]:
-        linear = functools.partial(
-            ah.Dense, use_bias=False, dtype=self.config.dtype, plan=self.plan
-        )
-        return Block(self.config, linear, name="block")(x, rotation), None
+        return Block(self.config, linear(self.config, self.plan), name="block")(x, rotation), None
 
 
 class Scanned(nn.Module):

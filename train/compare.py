@@ -8,9 +8,9 @@ import dataclasses
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -73,23 +73,27 @@ def read_runs(paths: Sequence[Path]) -> dict[str, dict[int, Outcome]]:
                 f"runs {first[0]} and {path} differ in {', '.join(other)} besides recipe and seed; "
                 "compare runs of one configuration"
             )
-        ends = [
-            line
-            for line in read_metrics(folder.metrics_file)
-            if "heldout" in line and line["step"] == config.steps
-        ]
-        if not ends:
+        end = outcomes(read_metrics(folder.metrics_file)).get(config.steps)
+        if end is None:
             raise UserError(f"run {path} has not finished; continue it with --resume")
         seeds = runs.setdefault(recipe_name(config), {})
         if config.seed in seeds:
             raise UserError(f"run {path}: another run has its recipe and seed; leave one out")
-        end = ends[-1]
-        seeds[config.seed] = Outcome(
-            recipe=end["heldout"], full=end["heldout_full"], unigram=end["unigram"]
-        )
+        seeds[config.seed] = end
     if not runs:
         raise UserError("no runs given; name the folders of two or more finished runs")
     return runs
+
+
+def outcomes(lines: Iterable[Mapping[str, Any]]) -> dict[int, Outcome]:
+    """Returns the held-out losses of a run's metrics by the steps done before each evaluation."""
+    return {
+        line["step"]: Outcome(
+            recipe=line["heldout"], full=line["heldout_full"], unigram=line["unigram"]
+        )
+        for line in lines
+        if "heldout" in line
+    }
 
 
 def recipe_name(config: RunConfig) -> str:

@@ -58,10 +58,14 @@ class Result:
     """What a run ended with. `heldout` is None for a run that was interrupted."""
 
     job: "Job"
-    run_dir: Path
     step: int
     plan: ah.Plan | None
     heldout: Heldout | None
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's folder."""
+        return self.job.folder.path
 
 
 Watch = Mapping[int, Callable[["Job", PyTree, int], Mapping[str, Any]]]
@@ -139,14 +143,12 @@ def train(
             with log.paused():
                 save()
             if done < config.steps:
-                return Result(
-                    job=job, run_dir=job.folder.path, step=done, plan=phase.plan, heldout=None
-                )
+                return Result(job=job, step=done, plan=phase.plan, heldout=None)
             heldout = phase.evaluate(state.params)
             log.heldout(done, heldout, unigram=job.unigram)
     report.draw_loss(job.folder.metrics_file, job.folder.path / "loss.png", unigram=job.unigram)
     print(f"the run is in {job.folder.path}")
-    return Result(job=job, run_dir=job.folder.path, step=done, plan=phase.plan, heldout=heldout)
+    return Result(job=job, step=done, plan=phase.plan, heldout=heldout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,14 +252,15 @@ def enter_phase(job: Job, plan: ah.Plan | None) -> Phase:
         in_full = execution(job.model.plan, job.layers)
         return Phase("calibrate", None, in_full, step_fn, make_evaluate(job.model, job.batches))
     print(f"{recipe_name(job.config)}: {recipe.summary}")
-    print(report.plan_tables(plan, job.layers))
+    runs = execution(plan, job.layers)
     if plan is not None:
+        print(report.plan_tables(plan, job.layers), end="\n\n")
         plan.save(job.folder.plan_file)
         report.draw_plan(plan, job.layers, job.folder.path / "plan.png")
+    print(runs)
     model = recipe.applied(job.model, plan)
     step_fn = make_step(model, job.config, calibrating=False)
-    evaluate = make_evaluate(model, job.batches)
-    return Phase("train", plan, execution(plan, job.layers), step_fn, evaluate)
+    return Phase("train", plan, runs, step_fn, make_evaluate(model, job.batches))
 
 
 def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
@@ -290,11 +293,8 @@ def make_step(model: Llama, config: RunConfig, *, calibrating: bool) -> StepFn:
         labels = ah.label({"params": state.params}, statistics) if calibrating else {}
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "lr": schedule(state.step),
-        }
+        norm = optax.tree.norm(grads)
+        metrics = {"loss": loss, "grad_norm": norm, "lr": schedule(state.step)}
         return TrainState(step=state.step + 1, params=params, opt_state=opt_state), metrics, labels
 
     # The key is an argument, so that runs which differ in their seed alone compile to one program.

@@ -51,13 +51,7 @@ class Llama(nn.Module):
         )
         x_BTD = embed(tokens_BT)
         rotation = _rotation(tokens_BT.shape[1], config)
-        dense = functools.partial(
-            ah.Dense,
-            use_bias=False,
-            dtype=config.dtype,
-            plan=self.plan,
-            dot_general_cls=self.dot_general_cls,
-        )
+        dense = linear(config, self.plan, self.dot_general_cls)
         for i in range(config.layers):
             x_BTD = Block(config, dense, name=f"block_{i}")(x_BTD, rotation)
         x_BTD = _norm(config, "final_norm")(x_BTD)
@@ -73,6 +67,19 @@ class Llama(nn.Module):
             )
             logits_BTV = head(x_BTD)
         return logits_BTV.astype(jnp.float32)
+
+
+def linear(
+    config: ModelConfig, plan: ah.Plan, dot_general_cls: Any = None
+) -> functools.partial[ah.Dense]:
+    """Returns what makes the blocks' layers, as `Block` takes it; attributes as of `Llama`."""
+    return functools.partial(
+        ah.Dense,
+        use_bias=False,
+        dtype=config.dtype,
+        plan=plan,
+        dot_general_cls=dot_general_cls,
+    )
 
 
 def next_token_loss(model: Llama) -> Callable[[PyTree, tuple[jax.Array, jax.Array]], jax.Array]:

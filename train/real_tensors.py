@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 import adahop_jax as ah
+from benchmarks.report import markdown
 from train.product_error import KEPT_X, Measurement
 
 MARK = "<!-- Below: written by `python -m train.smollm2`. -->"
@@ -102,7 +103,7 @@ def _patterns(plan: ah.Plan) -> str:
         ]
         for kind in KINDS
     ]
-    return _table(["linear", "X", "W", "dY"], rows)
+    return markdown(["linear", "X", "W", "dY"], rows)
 
 
 def _keys(explanation: ah.Explanation) -> str:
@@ -110,7 +111,7 @@ def _keys(explanation: ah.Explanation) -> str:
         [name, _counted(Counter(row.why for row in explanation.rows if row.product == name)), other]
         for name, other in OTHER_KEYS.items()
     ]
-    return _table(["product", "here", "the other implementation"], rows)
+    return markdown(["product", "here", "the other implementation"], rows)
 
 
 def _product(
@@ -136,7 +137,7 @@ def _product(
     shares = [f"{np.mean([m.share for m in here if m.strategy == s]):.1%}" for s in strategies]
     rows.append(["share in BF16", "", *shares, ""])
     head = ["key", "linears", *strategies, "the table's choice"]
-    return f"### {name}: {PRODUCTS[name]}\n\n{_table(head, rows)}"
+    return f"### {name}: {PRODUCTS[name]}\n\n{markdown(head, rows)}"
 
 
 def _recipes(measured: Sequence[Measurement], explained: Mapping[int, ah.Explanation]) -> str:
@@ -157,7 +158,7 @@ def _recipes(measured: Sequence[Measurement], explained: Mapping[int, ah.Explana
         means = [_errors(m for m in picked if m.product == name) for name in PRODUCTS]
         share = sum(m.share * m.work for m in picked) / sum(m.work for m in picked)
         rows.append([label, *means, f"{share:.1%}"])
-    return _table(["recipe", *PRODUCTS, "share in BF16"], rows)
+    return markdown(["recipe", *PRODUCTS, "share in BF16"], rows)
 
 
 def _best(measured: Iterable[Measurement]) -> str:
@@ -172,8 +173,3 @@ def _errors(measured: Iterable[Measurement]) -> str:
 
 def _counted(counts: Counter[str]) -> str:
     return ", ".join(f"{name} {count}" for name, count in counts.most_common())
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

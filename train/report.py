@@ -12,18 +12,14 @@ from matplotlib.patches import Patch
 import adahop_jax as ah
 from adahop_jax._plan import PRODUCTS, TENSORS
 from train.log import read_metrics
-from train.recipes.execution import execution
 
 
-def plan_tables(plan: ah.Plan | None, layers: Sequence[ah.LayerInfo]) -> str:
+def plan_tables(plan: ah.Plan, layers: Sequence[ah.LayerInfo]) -> str:
     """Returns what the plan does with the model, as text.
 
     How many layers show which pattern, where the plan was calibrated; how many run which strategy
-    in each product, and for which pair of patterns; where it runs, and the share of multiply-adds
-    left in `dtype`. Of an emulated recipe, which has no plan, these two.
+    in each product, and for which pair of patterns.
     """
-    if plan is None:
-        return str(execution(plan, layers))
     explanation = ah.explain(plan, layers)
     tables = []
     if all(plan[layer.path].patterns is not None for layer in layers):
@@ -33,7 +29,6 @@ def plan_tables(plan: ah.Plan | None, layers: Sequence[ah.LayerInfo]) -> str:
         tables.append(_count_table("layers by pattern", ("linear", *TENSORS), seen))
     runs = ((row.strategy, row.product, row.why or "any pair") for row in explanation.rows)
     tables.append(_count_table("layers by strategy", ("strategy", *PRODUCTS), runs))
-    tables.append(str(execution(plan, layers)))
     return "\n\n".join(tables)
 
 
@@ -77,12 +72,6 @@ def draw_loss(metrics_file: Path, file: Path, *, unigram: float) -> None:
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
     figure.savefig(file, dpi=120)
-
-
-def markdown(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    """Returns a Markdown table."""
-    lines = [head, ["---"] * len(head), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _kind(path: str) -> str:

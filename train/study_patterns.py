@@ -17,9 +17,9 @@ from matplotlib.patches import Patch
 
 import adahop_jax as ah
 from adahop_jax._plan import PRODUCTS, TENSORS, Tensor
+from benchmarks.report import markdown
 from train.checkpoint import RunFolder
 from train.log import read_metrics
-from train.report import markdown
 from train.study_config import Study
 from train.study_summary import ERRORS, read_summary
 from train.study_watch import seen_along

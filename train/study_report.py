@@ -14,10 +14,10 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from benchmarks.report import markdown
 from train.checkpoint import RunFolder
 from train.compare import Gap, Outcome, gap
 from train.configs import UserError
-from train.report import markdown
 from train.study_config import Study
 from train.study_summary import read_summary
 

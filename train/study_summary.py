@@ -9,12 +9,10 @@ runs/NAME/config.json     as the run resolved it
 
 import dataclasses
 import datetime
-import importlib.metadata
 import json
 import shutil
 import statistics
-import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import report
 from benchmarks.kept import kept, size
 from train.checkpoint import RunFolder, fingerprint
-from train.compare import Outcome
+from train.compare import outcomes
 from train.configs import RunConfig, UserError
 from train.lm import Result
 from train.log import read_metrics
@@ -92,8 +91,8 @@ def _identity(run: Run, commit: str | None) -> dict[str, Any]:
         "seed": run.seed,
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
-        "versions": {name: _version(name) for name in _PACKAGES},
-        "commit": _commit() or commit,
+        "versions": report.versions(_PACKAGES),
+        "commit": report.checkout() or commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
@@ -102,25 +101,6 @@ def _undated(corpus: Any) -> str:
     """The corpus' description without the folder it was in."""
     first, comma, rest = corpus.description.partition(",")
     return f"{Path(first).name}{comma}{rest}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _commit() -> str | None:
-    """Of the checkout that this file is in; None where there is no history."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 def kept_bytes(model: Llama, config: RunConfig) -> int:
@@ -132,17 +112,6 @@ def kept_bytes(model: Llama, config: RunConfig) -> int:
     return sum(
         size(aval) for aval in kept(lambda v: loss(v, (jnp.asarray(tokens), key)), variables)
     )
-
-
-def outcomes(lines: Sequence[Mapping[str, Any]]) -> dict[int, Outcome]:
-    """Returns the held-out losses of a run's metrics by the steps done before each evaluation."""
-    return {
-        line["step"]: Outcome(
-            recipe=line["heldout"], full=line["heldout_full"], unigram=line["unigram"]
-        )
-        for line in lines
-        if "heldout" in line
-    }
 
 
 def deliver(folder: RunFolder, results: Path, *, data: str | None) -> None:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import adahop_jax as ah
 from tests.dense import assert_same, backend, normal, run
@@ -23,19 +22,13 @@ from train.recipes import RECIPES, halo, quartet
 from train.recipes.execution import execution
 from train.recipes.own_product import OwnProduct
 
-pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
+pytestmark = [
+    pytest.mark.standard_promotion,  # Optax' AdamW, Flax's norms
+    pytest.mark.usefixtures("compile_cache"),
+]
 
 EMULATED = ("halo", "quartet", "nvfp4")
 STEPS, CALIBRATION = 4, 1
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_cache(tmp_path_factory):
-    """Lets the runs of this module share what they compile."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

@@ -13,25 +13,18 @@ from pathlib import Path
 import chex
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import adahop_jax as ah
 from tests.train.tiny import arguments, tiny_options
 from train import lm
 from train.log import read_metrics
 
-pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
+pytestmark = [
+    pytest.mark.standard_promotion,  # Optax' AdamW, Flax's norms
+    pytest.mark.usefixtures("compile_cache"),
+]
 
 STOCHASTIC = {"dy_rounding": "stochastic", "accumulate": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_cache(tmp_path_factory):
-    """Lets the runs of this module share what they compile."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

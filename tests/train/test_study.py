@@ -10,7 +10,6 @@ import types
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import adahop_jax as ah
 from tests.train.tiny import TINY, write_text
@@ -21,16 +20,10 @@ from train.log import Diverged, read_metrics
 from train.model import next_token_loss
 from train.study_config import Change, changed_plan, load_study
 
-pytestmark = pytest.mark.standard_promotion  # Optax' AdamW, Flax's norms
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compile_cache(tmp_path_factory):
-    """Lets the runs of this module share what they compile."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("xla")))
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
+pytestmark = [
+    pytest.mark.standard_promotion,  # Optax' AdamW, Flax's norms
+    pytest.mark.usefixtures("compile_cache"),
+]
 
 
 def write_study(folder, recipes=("bf16", "iht"), seeds=(0, 1), more="", **options):

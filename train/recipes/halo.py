@@ -25,15 +25,10 @@ import adahop_jax as ah
 from adahop_jax.reference.bits import rounded
 from adahop_jax.reference.hadamard import hadamard
 from adahop_jax.reference.operations import dot, operand
+from train.recipes.own_product import with_gradient
 
 SIZE = 32
 PLAIN = ah.OperandSpec()
-
-
-@jax.custom_vjp
-def product(x: jax.Array, w: jax.Array, seeds: jax.Array) -> jax.Array:
-    """x @ w; draws nothing. See `own_product.Product`."""
-    return _forward(x, w, seeds)[0]
 
 
 def _forward(
@@ -53,7 +48,8 @@ def _backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Arra
     return rounded(dx, x.dtype), rounded(dw, w.dtype), None
 
 
-product.defvjp(_forward, _backward)
+product = with_gradient(_forward, _backward)
+"""x @ w; draws nothing."""
 
 
 def _turned(x: jax.Array, *, axis: int) -> jax.Array:

@@ -33,6 +33,7 @@ from adahop_jax.reference.bits import rounded
 from adahop_jax.reference.operations import dot, rotate
 from adahop_jax.reference.philox import uniform
 from train.recipes import e2m1
+from train.recipes.own_product import with_gradient
 
 BLOCK = 16
 SEEDS = 3
@@ -56,12 +57,6 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
-@jax.custom_vjp
-def product(x: jax.Array, w: jax.Array, seeds: jax.Array) -> jax.Array:
-    """x @ w; takes `SEEDS` seeds. See `own_product.Product`."""
-    return _forward(x, w, seeds)[0]
-
-
 def _forward(
     x: jax.Array, w: jax.Array, seeds: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
@@ -79,7 +74,8 @@ def _backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Arra
     return rounded(dx[:, : x.shape[1]], x.dtype), rounded(dw, w.dtype), None
 
 
-product.defvjp(_forward, _backward)
+product = with_gradient(_forward, _backward)
+"""x @ w; takes `SEEDS` seeds."""
 
 
 def quantize(x: jax.Array, block: tuple[int, int], *, seed: jax.Array | None = None) -> Quantized:

@@ -6,6 +6,7 @@ the parameters are those of every other recipe. As in `nn.Dense`, the kernel is 
 before, and its gradient comes back in `dtype`.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import flax.linen as nn
@@ -25,6 +26,23 @@ class Product(Protocol):
           w: (in, out) likewise.
           seeds: uint32 (n, 2), one for each thing that is drawn at random.
         """
+
+
+def with_gradient(forward: Callable[..., Any], backward: Callable[..., Any]) -> Product:
+    """Returns the `custom_vjp` of a recipe.
+
+    Args:
+      forward: (x, w, seeds) -> x @ w, and what the backward pass keeps.
+      backward: (what is kept, dY) -> dX, dW and None.
+    """
+
+    @jax.custom_vjp
+    def product(x: jax.Array, w: jax.Array, seeds: jax.Array) -> jax.Array:
+        y: jax.Array = forward(x, w, seeds)[0]
+        return y
+
+    product.defvjp(forward, backward)
+    return product
 
 
 class OwnProduct(nn.Module):

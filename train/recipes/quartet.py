@@ -38,6 +38,7 @@ from adahop_jax.reference.hadamard import hadamard
 from adahop_jax.reference.operations import dot, rotate
 from adahop_jax.reference.philox import uniform
 from train.recipes import e2m1
+from train.recipes.own_product import with_gradient
 
 SIZE = 32
 NORM = 1 / math.sqrt(SIZE)
@@ -49,12 +50,6 @@ SEEDS = 5
 GAUSSIAN_SCALE = 2.92247856 / 6
 SHRINK = 3 / 4
 SIGNED = ah.OperandSpec(hadamard=SIZE, signs="random")
-
-
-@jax.custom_vjp
-def product(x: jax.Array, w: jax.Array, seeds: jax.Array) -> jax.Array:
-    """x @ w; takes `SEEDS` seeds. See `own_product.Product`."""
-    return _forward(x, w, seeds)[0]
 
 
 def _forward(
@@ -78,7 +73,8 @@ def _backward(residuals: tuple[jax.Array, ...], dy: jax.Array) -> tuple[jax.Arra
     return rounded(dx, like_x.dtype), rounded(dw, like_w.dtype), None
 
 
-product.defvjp(_forward, _backward)
+product = with_gradient(_forward, _backward)
+"""x @ w; takes `SEEDS` seeds."""
 
 
 def quest(x: jax.Array, *, axis: int) -> tuple[jax.Array, jax.Array]:

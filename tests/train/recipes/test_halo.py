@@ -18,10 +18,6 @@ def h(t, axis):
     return oracle.hadamard(oracle.to_float32(t), axis=axis, size=32)
 
 
-def pad(t, axis, multiple=32):
-    return np.pad(t, [(0, -t.shape[axis] % multiple if i == axis else 0) for i in range(2)])
-
-
 def halo_by_hand(x, w, dy):
     x, w, dy = (np.asarray(t).astype(np.float32) for t in (x, w, dy))
     y = q(h(x, 1), 1) @ q(h(w, 0), 0) / 32
