@@ -77,10 +77,11 @@ class Scratch(NamedTuple):
     turn: Any
 
 
+@functools.partial(jax.jit, static_argnames=("scale", "chunk", "dtype", "processors"))
 def matmul(
     a: View, b: View, *, scale: float, chunk: int, dtype: jnp.dtype, processors: int
 ) -> jax.Array:
-    """a @ b^T, `scale` times, from folded operands.
+    """a @ b^T, `scale` times, from folded operands; lowered once for all products of a shape.
 
     Reads every operand once for each of the other's tiles that a pass over the processors holds;
     writes the result once.

@@ -61,6 +61,22 @@ def _tile_rows():
 
 
 @triton.jit
+def _matrix(signs_ptr, dtype: tl.constexpr, Q: tl.constexpr):
+    """H along a diagonal, with signs and pre-scale; columns as `_view` wants sums in registers."""
+    i, j = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :]
+    column = 16 * (j // 2 % 4) + 2 * (j // 8) + j % 2
+    odd = i & column & (Q.hadamard - 1)
+    odd ^= odd >> 4
+    odd ^= odd >> 2
+    odd ^= odd >> 1
+    ones = tl.where(i // Q.hadamard == column // Q.hadamard, 1 - 2 * (odd & 1), 0)
+    matrix = ones.to(tl.float32) * Q.pre_scale
+    if Q.signs:
+        matrix *= tl.load(signs_ptr + i)
+    return matrix.to(dtype)
+
+
+@triton.jit
 def _view(
     sums,
     row,
@@ -137,8 +153,8 @@ def _view(
 @triton.jit
 def _kernel(
     x,
-    row_matrix_ptr,
-    column_matrix_ptr,
+    row_signs_ptr,
+    column_signs_ptr,
     row_ref_ptr,
     column_ref_ptr,
     flag_ptr,
@@ -164,11 +180,10 @@ def _kernel(
     """
     DOWN: tl.constexpr = (ROWS + 63) // 64
     ACROSS: tl.constexpr = (COLUMNS + 63) // 64
-    place = tl.arange(0, 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
     if ROW_Q is not None:
-        row_matrix = tl.load(row_matrix_ptr + place)
+        row_matrix = _matrix(row_signs_ptr, x.dtype, ROW_Q)
     if COLUMN_Q is not None:
-        column_matrix = tl.load(column_matrix_ptr + place)
+        column_matrix = _matrix(column_signs_ptr, x.dtype, COLUMN_Q)
     for t in tl.range(tl.program_id(0), DOWN * ACROSS, PROGRAMS, num_stages=STAGES):
         group = t // (GROUP * ACROSS)
         # A constant where it can be one: the processor has no division.
@@ -243,8 +258,8 @@ def quantize_tiles(
     *views, flags = _launch.launch(
         _kernel,
         x,
-        rows.matrix,
-        columns.matrix,
+        rows.signs,
+        columns.signs,
         row_refs,
         column_refs,
         flags,
@@ -270,10 +285,16 @@ def quantize_tiles(
 
 
 class _Side(NamedTuple):
-    """What the kernel takes for one view: facts, the matrix, and the shapes of what it writes."""
+    """What the kernel takes for one view.
+
+    Attributes:
+      facts: of the view; None if it is not wanted.
+      signs: a tile's random signs; anything if there are none.
+      shapes: of what is written.
+    """
 
     facts: Constants | None
-    matrix: jax.Array
+    signs: jax.Array
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
@@ -295,20 +316,8 @@ def _side(x: jax.Array, axis: int, request: Request | None, machine: Machine) ->
         norms=triton.cdiv(x.shape[axis], TILE) if request.norms else 1,
     )
     facts = constants(spec, kind=request.kind, machine=machine, norms=request.norms)
-    matrix = _matrix(spec, x.dtype, request.sign_seed)
-    return _Side(dataclasses.replace(facts, ends=False), matrix, (data, scales, norms))
-
-
-def _matrix(spec: OperandSpec, dtype: jnp.dtype, sign_seed: jax.Array | None) -> jax.Array:
-    """H along a diagonal, with signs and pre-scale; columns as `_view` wants sums in registers."""
-    i, j = np.arange(TILE)[:, None], np.arange(TILE)
-    column = 16 * (j // 2 % 4) + 2 * (j // 8) + j % 2
-    negative = np.bitwise_count(i & column & (spec.hadamard - 1)) % 2
-    ones = np.where(i // spec.hadamard == column // spec.hadamard, 1.0 - 2.0 * negative, 0.0)
-    matrix = jnp.asarray(ones * spec.pre_scale, jnp.float32)
-    if spec.signs == "random":
-        matrix *= block_signs(spec, sign_seed, count=TILE)[:, None]
-    return matrix.astype(dtype)
+    signs = block_signs(spec, request.sign_seed, count=TILE) if spec.signs == "random" else x
+    return _Side(dataclasses.replace(facts, ends=False), signs, (data, scales, norms))
 
 
 def _settled(

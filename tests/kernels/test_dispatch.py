@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from adahop_jax import OperandSpec, _dispatch
+from adahop_jax import Dense, OperandSpec, Plan, _dispatch
 from adahop_jax._view import CHUNK
 from adahop_jax.reference import operations as reference
 from pallas_kernels import matmul as pallas_matmul
@@ -36,6 +36,7 @@ class Device:
 
 TURING = Device("7.5")
 CPU = Device("", platform="cpu")
+X = jax.ShapeDtypeStruct((96, 160), jnp.bfloat16)
 
 
 @pytest.fixture(autouse=True)
@@ -258,3 +259,16 @@ def test_the_library_runs_where_triton_cannot_be_imported():
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.stdout == "(4, 16) False\n", done.stderr
+
+
+@pytest.mark.parametrize("backend", ["triton", "pallas"])
+def test_products_close_over_no_arrays(on, backend):
+    """What they close over, `scan` keeps for the backward pass and the compiler in its text."""
+    on(Device("9.0"))
+    layer = Dense(128, plan=Plan.uniform("iht"), dtype=jnp.bfloat16, backend=backend)
+    variables = jax.eval_shape(layer.clone(plan=Plan.full()).init, jax.random.key(0), X)
+
+    def loss(variables, x):
+        return jnp.sum(layer.apply(variables, x).astype(jnp.float32))
+
+    assert jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(variables, X).consts == []
