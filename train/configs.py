@@ -21,6 +21,7 @@ Preset = Literal["nano", "60m", "125m", "350m", "1b"]
 Rounding = Literal["nearest", "stochastic"]
 Format = Literal["mxfp4", "mxfp6"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
+Attention = Literal["xla", "cudnn"]
 
 
 class UserError(Exception):
@@ -29,7 +30,10 @@ class UserError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Shape of the decoder. Parameters are float32, products run in `dtype`."""
+    """Shape of the decoder. Parameters are float32, products run in `dtype`.
+
+    `attention` names what computes softmax(Q K^T) V, see `jax.nn.dot_product_attention`.
+    """
 
     layers: int
     width: int
@@ -40,6 +44,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     dtype: ComputeDtype = "bfloat16"
+    attention: Attention = "xla"
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "kv_heads", "mlp_width"):

@@ -3,7 +3,7 @@
 Reads from top to bottom: `main` catches what the user can put right, `train` is the run and
 `make_step` the one step function, which calibrates or trains. Everything random is a function of
 (seed, step), the order of the data and the rounding of gradients alike, so that a resumed run gives
-the same bits.
+the same bits, unless cuDNN computes attention: its gradients are sums in no fixed order.
 """
 
 import contextlib

@@ -136,7 +136,11 @@ class Attention(nn.Module):
         )
         q_BTHK, k_BTGK, v_BTGK = (projection.reshape(heads) for projection in projections)
         out_BTHK = jax.nn.dot_product_attention(
-            _rotate(q_BTHK, rotation), _rotate(k_BTGK, rotation), v_BTGK, is_causal=True
+            _rotate(q_BTHK, rotation),
+            _rotate(k_BTGK, rotation),
+            v_BTGK,
+            is_causal=True,
+            implementation=config.attention,
         )
         out = dense(config.width, kernel_init=_residual_init(config), name="out")
         return out(out_BTHK.reshape(x_BTD.shape))

@@ -11,6 +11,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from train.configs import (
     PRESETS,
+    Attention,
     ComputeDtype,
     Format,
     Level,
@@ -117,6 +118,8 @@ class Options:
     """hidden features of the MLP"""
     dtype: Annotated[ComputeDtype | None, _UNSAID, _one_of(ComputeDtype)] = None
     """dtype of what is not quantised (bfloat16; on a CPU float32, which XLA runs faster there)"""
+    attention: Annotated[Attention | None, _UNSAID, _one_of(Attention)] = None
+    """what computes attention (xla); cudnn, on a GPU, is faster and adds in no fixed order"""
     heldout_batches: Int = None
     """batches of held-out text in an evaluation"""
     eval_every: Int = None
@@ -175,6 +178,11 @@ def resolve(options: Options, *, platform: str) -> RunConfig:
         raise UserError(
             "run: --dtype float16 is not to be had on a CPU, where XLA lacks its products; "
             "choose float32 or bfloat16"
+        )
+    if config.model.attention == "cudnn" and (platform != "gpu" or config.model.dtype == "float32"):
+        raise UserError(
+            "run: --attention cudnn needs a GPU and 16 bits, and this is a "
+            f"{platform} with --dtype {config.model.dtype}; choose xla"
         )
     if options.vocab_size is not None and config.tokenizer != "bpe":
         if not is_token_file(config.data) or config.tokenizer != "bytes":

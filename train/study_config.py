@@ -264,9 +264,9 @@ def _check_runs(file: Path, runs: list[Run]) -> None:
                 f"study {file}: run {run.name} takes the plan of "
                 f"{run_name(run.change.of, run.seed)}, which has to come before it"
             )
-    first = config_of(runs[0], platform="cpu")
+    first = config_of(runs[0], platform="gpu")
     for run in runs[1:]:
-        other = differences(first, config_of(run, platform="cpu"))
+        other = differences(first, config_of(run, platform="gpu"))
         other = [name for name in other if name != "calibration_steps"]  # of adahop alone
         if other:
             raise UserError(

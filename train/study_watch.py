@@ -31,7 +31,7 @@ def watch_of(study: Study, run: Run) -> lm.Watch:
     watched = study.watched
     if run.name not in watched.runs:
         return {}
-    steps = config_of(run, platform="cpu").steps
+    steps = config_of(run, platform="gpu").steps
     points = [steps * (i + 1) // watched.points for i in range(watched.points)]
     look = _looking(watched)
     return {point: look for point in points if point}

@@ -98,6 +98,13 @@ def test_recipe_that_is_not_there_is_refused_from_python_too():
         resolve(Options(quant="int8"), platform="cpu")
 
 
+@pytest.mark.parametrize("platform, dtype", [("cpu", "bfloat16"), ("gpu", "float32")])
+def test_attention_that_cannot_run_is_refused(platform, dtype):
+    options = Options(attention="cudnn", dtype=dtype)
+    with pytest.raises(UserError, match=f"needs a GPU and 16 bits.* {platform} .*{dtype}.* xla"):
+        resolve(options, platform=platform)
+
+
 def test_options_keep_their_types():
     words = "--level 1 --quant mxfp4 --lr 1e-3 --steps 7 --data None".split()
     options = tyro.cli(Options, args=words)

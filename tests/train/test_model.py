@@ -108,3 +108,14 @@ def test_evaluation_runs_as_planned_and_in_full():
     in_full = make_evaluate(model.clone(plan=ah.Plan.full()), [TOKENS, TOKENS[::-1]])
     again = in_full(variables["params"])
     assert again.recipe == again.full == result.full
+
+
+@pytest.mark.gpu
+def test_attention_by_cudnn_agrees_with_xla():
+    config = dataclasses.replace(CONFIG, width=256, dtype="bfloat16")  # heads of 64
+    by_name = {}
+    for name in ("xla", "cudnn"):
+        model, variables = built(dataclasses.replace(config, attention=name))
+        by_name[name] = np.asarray(model.apply(variables, TOKENS))
+    scale = np.abs(by_name["xla"]).max()
+    np.testing.assert_allclose(by_name["cudnn"], by_name["xla"], atol=0.02 * scale)
