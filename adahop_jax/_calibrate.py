@@ -160,11 +160,11 @@ def plan_from_labels(
       is NONE.
 
     Raises:
-      ValueError: no labels, or a level other than 1 and 2.
+      ValueError: no labels, or an unknown level.
       PlanError: a layer has no label, or ran more than once in an evaluation.
     """
     if level not in LEVELS:
-        raise ValueError(f"level {level!r} is unknown; choose 1 or 2")
+        raise ValueError(f"level {level!r} is unknown; choose 1, 2 or 3")
     if not labels:
         raise ValueError("calibrate: no steps were observed; pass at least one batch")
     entries = []
@@ -213,7 +213,7 @@ def calibrate(
       variables: of the model, with "params".
       batches: at least steps * accumulate of them, all of one shape.
       steps: how many votes there are.
-      level: 1, or 2 with the column-column pair in full.
+      level: how the column-column pair runs: 1 with outliers extracted, 2 in full, 3 in MXFP6.
       accumulate: micro-batches that make up a step; the plan is the same as from whole batches.
 
     Returns:
@@ -226,7 +226,7 @@ def calibrate(
     if steps < 1 or accumulate < 1:
         raise ValueError(f"calibrate: steps {steps}, accumulate {accumulate}; wanted at least 1")
     if level not in LEVELS:
-        raise ValueError(f"calibrate: level {level!r} is unknown; choose 1 or 2")
+        raise ValueError(f"calibrate: level {level!r} is unknown; choose 1, 2 or 3")
     statistics_of = jax.jit(lambda variables, batch: observe(loss_fn)(variables, batch)[2])
     merge = jax.jit(merge_statistics)
     label_of = jax.jit(label)

@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, get_args
 from adahop_jax._formats import OperandSpec, is_integer
 
 Product = Literal["fwd", "dgrad", "wgrad"]
-Level = Literal[1, 2]
+Level = Literal[1, 2, 3]
 Tensor = Literal["x", "w", "dy"]
 Norm = Literal["l2", "random"]
 

@@ -8,13 +8,14 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from adahop_jax._formats import OperandSpec, is_integer
 from adahop_jax._plan import (
     PRODUCTS,
     TENSORS,
     LayerPlan,
+    Level,
     OutlierSpec,
     Pattern,
     Patterns,
@@ -62,8 +63,8 @@ def from_json(text: str, *, where: str = "plan") -> Plan:
         )
     _known(document, ("kind", "version", "level", "default", "layers"), where)
     level = document.get("level")
-    if level is not None and not (is_integer(level) and level in (1, 2)):
-        raise PlanError(f"{where}: level is {level!r}; wanted 1, 2 or null")
+    if level is not None and not (is_integer(level) and level in get_args(Level)):
+        raise PlanError(f"{where}: level is {level!r}; wanted 1, 2, 3 or null")
     layers = _object(document.get("layers"), f"{where}: layers")
     default = document.get("default")
     return Plan(

@@ -8,6 +8,7 @@ table of strategies, and the configuration that its authors published.
 
 from typing import Literal
 
+from adahop_jax._formats import OperandSpec
 from adahop_jax._plan import (
     PRODUCTS,
     LayerPlan,
@@ -19,8 +20,7 @@ from adahop_jax._plan import (
     Tensor,
 )
 
-Cell = Literal["iht", "oe_left", "oe_right", "full"]
-LEVELS: tuple[Level, ...] = (1, 2)
+Cell = Literal["iht", "oe_left", "oe_right", "full", "iht_mxfp6"]
 
 R, C, N = Pattern.ROW, Pattern.COLUMN, Pattern.NONE
 
@@ -37,8 +37,15 @@ TABLE: dict[tuple[Pattern, Pattern], Cell] = {
 }
 """(left pattern, right pattern) -> strategy at level 2."""
 
-LEVEL_1: dict[tuple[Pattern, Pattern], Cell] = TABLE | {(C, C): "oe_right"}
-"""Level 1 differs in one cell: nothing is left wholly in `dtype`."""
+LEVELS: dict[Level, dict[tuple[Pattern, Pattern], Cell]] = {
+    1: TABLE | {(C, C): "oe_right"},
+    2: TABLE,
+    3: TABLE | {(C, C): "iht_mxfp6"},
+}
+"""Levels differ in one cell, which only level 2 leaves wholly in `dtype`. Level 3 is not the
+authors'."""
+
+SIX_BITS = OperandSpec(format="mxfp6", hadamard=32)
 
 AUTHORS_OPERANDS: dict[Product, tuple[Tensor, Tensor]] = {
     "fwd": ("x", "w"),
@@ -60,7 +67,7 @@ def key(product: Product, patterns: Patterns) -> tuple[Pattern, Pattern]:
 
 def product_plan(product: Product, patterns: Patterns, *, level: Level) -> ProductPlan:
     """The plan of one product of a layer whose tensors show `patterns`."""
-    cell = (LEVEL_1 if level == 1 else TABLE)[key(product, patterns)]
+    cell = LEVELS[level][key(product, patterns)]
     left, right = AUTHORS_OPERANDS[product]
     match cell:
         case "full":
@@ -71,6 +78,8 @@ def product_plan(product: Product, patterns: Patterns, *, level: Level) -> Produ
             return ProductPlan.iht(outliers=left)
         case "oe_right":
             return ProductPlan.iht(outliers=right)
+        case "iht_mxfp6":
+            return ProductPlan(lhs=SIX_BITS, rhs=SIX_BITS)
 
 
 def layer_plan(
@@ -79,10 +88,10 @@ def layer_plan(
     """The plan of a layer whose tensors show `patterns`.
 
     Raises:
-      ValueError: level is neither 1 nor 2.
+      ValueError: an unknown level.
     """
     if level not in LEVELS:
-        raise ValueError(f"level {level!r} is unknown; choose 1 or 2")
+        raise ValueError(f"level {level!r} is unknown; choose 1, 2 or 3")
     products = {name: product_plan(name, patterns, level=level) for name in PRODUCTS}
     return LayerPlan(
         **products, patterns=patterns, in_features=in_features, out_features=out_features

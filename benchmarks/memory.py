@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 import adahop_jax as ah
 from adahop_jax._plan import Level
-from adahop_jax._strategy import layer_plan
+from adahop_jax._strategy import LEVELS, layer_plan
 from benchmarks import report, timing, whole_step
 from benchmarks.kept import GIB, MIB, kept, size
 from benchmarks.report import Table
@@ -182,7 +182,7 @@ def published_plans() -> dict[str, Plans]:
 
         return plan
 
-    return {**_uniform(), "level 1": of_level(1), "level 2": of_level(2)}
+    return {**_uniform(), **{f"level {level}": of_level(level) for level in LEVELS}}
 
 
 def calibrated_plans(plan: ah.Plan, width: int) -> dict[str, Plans]:

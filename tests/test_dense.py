@@ -119,7 +119,7 @@ def test_products_in_full_of_a_mixed_plan_are_nn_denses(quantized, dtype):
             assert_same(place(ours), place(theirs))
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
 def test_plan_without_patterns_is_uniform_iht(level):
     x, dy = normal(0, 40, 72), normal(1, 40, 48)
     found = ah.layers(ah.Dense(48).apply, _variables(ah.Dense(48), x), x)

@@ -352,7 +352,7 @@ CASES = {
     ),
     # calibrate
     "calibrate-steps": (lambda: _calibrate(steps=0), ValueError, "steps 0", "wanted at least 1"),
-    "calibrate-level": (lambda: _calibrate(level=3), ValueError, "level 3 is unknown", "1 or 2"),
+    "calibrate-level": (lambda: _calibrate(level=4), ValueError, "level 4 is unknown", "1, 2 or 3"),
     "calibrate-batches": (
         lambda: _calibrate(steps=2),
         ValueError,

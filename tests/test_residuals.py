@@ -12,13 +12,18 @@ import jax.numpy as jnp
 import pytest
 
 import adahop_jax as ah
+from adahop_jax import _strategy
 from tests.dense import PLANS, assert_near, jit_fast, layer_plan, normal
 from tests.jaxprs import equations
 
 TOKENS, IN, OUT = 96, 160, 64
 KERNEL = [("float32", (IN, OUT))]
 PACKED_X = [("uint8", (IN, TOKENS // 2)), ("uint8", (IN, TOKENS // 32))]
+SIX_BITS = [("uint8", (IN, TOKENS * 6 // 8)), ("uint8", (IN, TOKENS // 32))]
 SR = PLANS["iht"].with_stochastic_dy()
+# Column-column in fwd and wgrad.
+PATTERNS = ah.Patterns(x=ah.Pattern.COLUMN, w=ah.Pattern.ROW, dy=ah.Pattern.ROW)
+LEVEL_3 = _strategy.layer_plan(PATTERNS, level=3, in_features=IN, out_features=OUT)
 
 
 def _kept(function, *args):
@@ -66,8 +71,13 @@ class TestLayer:
     def test_mxfp6_takes_six_bits(self):
         spec = ah.OperandSpec(format="mxfp6", hadamard=32)
         plan = ah.Plan.uniform(ah.ProductPlan(lhs=spec, rhs=spec))
-        packed = [("uint8", (IN, TOKENS * 6 // 8)), ("uint8", (IN, TOKENS // 32))]
-        assert _residuals(plan, jnp.bfloat16) == sorted(packed + KERNEL)
+        assert _residuals(plan, jnp.bfloat16) == sorted(SIX_BITS + KERNEL)
+
+    def test_column_column_at_level_3(self):
+        """6.25 bits of a number, and no columns beside."""
+        kept = _residuals(ah.Plan(default=LEVEL_3), jnp.bfloat16)
+        assert kept == sorted(SIX_BITS + KERNEL)
+        assert _bytes(kept) - _bytes(KERNEL) == TOKENS * IN * 25 // 32
 
     def test_wgrad_in_full_keeps_x(self):
         plan = ah.Plan(default=layer_plan("iht", "iht", "full"))
@@ -132,6 +142,7 @@ class TestGroup:
     def test_another_view_is_kept_beside(self):
         mxfp4 = layer_plan("iht", "iht", "mxfp4")
         assert self._kept_of_x(self.IHT, mxfp4, self.IHT) == sorted(PACKED_X * 2)
+        assert self._kept_of_x(self.IHT, LEVEL_3, LEVEL_3) == sorted(PACKED_X + SIX_BITS)
 
     def test_wgrads_in_full_keep_one_x(self):
         full = layer_plan("iht", "iht", "full")

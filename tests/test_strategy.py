@@ -58,6 +58,7 @@ WGRAD = {
 }
 AUTHORS = {"fwd": ("x", "w"), "dgrad": ("dy", "w"), "wgrad": ("dy", "x")}
 AT_LEVEL_1 = {"fwd": "w", "dgrad": "w", "wgrad": "x"}  # where level 2 leaves a product in full
+ROTATED = {"scale_rule": "even", "rounding": "nearest", "pre_scale": 1.0, "hadamard": 32}
 CELLS = [
     pytest.param(name, pair, key, extracted, id=f"{name}-{key}")
     for name, table in (("fwd", FWD), ("dgrad", DGRAD), ("wgrad", WGRAD))
@@ -80,17 +81,19 @@ def test_27_cells():
         assert len({key for key, _ in table.values()}) == 9
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [1, 2, 3])
 @pytest.mark.parametrize("name, pair, key, extracted", CELLS)
 def test_cell(name, pair, key, extracted, level):
     got = _layer(name, pair, level)[name]
     if extracted == "full" and level == 2:
         assert got == ah.ProductPlan.full()
         return
+    if extracted == "full" and level == 3:
+        six = ah.OperandSpec(format="mxfp6", **ROTATED)
+        assert got == ah.ProductPlan(lhs=six, rhs=six)
+        return
     tensor = AT_LEVEL_1[name] if extracted == "full" else extracted
-    rotated = ah.OperandSpec(
-        format="mxfp4", scale_rule="even", rounding="nearest", pre_scale=1.0, hadamard=32
-    )
+    rotated = ah.OperandSpec(format="mxfp4", **ROTATED)
     outliers = None if tensor is None else ah.OutlierSpec(tensor=tensor, k=None, norm="l2")
     assert got == ah.ProductPlan(lhs=rotated, rhs=rotated, outliers=outliers)
 
@@ -116,6 +119,17 @@ def test_layer_plan_keeps_what_it_was_made_from():
     got = _strategy.layer_plan(patterns, level=2, in_features=8, out_features=4)
     assert (got.patterns, got.in_features, got.out_features) == (patterns, 8, 4)
     assert [got[name].strategy for name in ("fwd", "dgrad", "wgrad")] == ["full", "iht", "full"]
+
+
+def test_level_3_takes_mxfp6_where_level_2_takes_full():
+    patterns = ah.Patterns(x=ah.Pattern.COLUMN, w=ah.Pattern.ROW, dy=ah.Pattern.ROW)
+    got = _strategy.layer_plan(patterns, level=3, in_features=8, out_features=4)
+    assert [got[n].strategy for n in ("fwd", "dgrad", "wgrad")] == ["iht mxfp6", "iht", "iht mxfp6"]
+    plan = ah.Plan(layers=(("a", got),), level=3)
+    assert ah.Plan.from_json(plan.to_json()) == plan
+    layer = ah.LayerInfo("a", 16, 8, 4)
+    rows = [(row.why, row.share_in_dtype) for row in ah.explain(plan, [layer]).rows]
+    assert rows == [("column-column", 0), ("row-row", 0), ("column-column", 0)]
 
 
 @pytest.mark.parametrize("pattern", ah.Pattern)
@@ -157,6 +171,25 @@ def _error(name, tensors, plan):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+def _operands(name, pair, key):
+    rng = np.random.default_rng(list(name.encode()) + [len(key)])
+    seen = dict(zip(AUTHORS[name], pair, strict=True))
+    stored = dict(seen, w=OPPOSITE[seen["w"]]) if "w" in seen else seen  # W is kept as (in, out)
+    return {tensor: _planted(rng, 256, 256, pattern) for tensor, pattern in stored.items()}
+
+
+@pytest.mark.parametrize("name, pair, key, extracted", CELLS)
+def test_error_at_level_3_is_a_quarter_where_two_bits_are_added(name, pair, key, extracted):
+    """And that of MXFP4 elsewhere, but for what is extracted."""
+    tensors = _operands(name, pair, key)
+    four = _error(name, tensors, ah.ProductPlan.iht())
+    ratio = _error(name, tensors, _layer(name, pair, 3)[name]) / four
+    if extracted == "full":
+        assert 0.22 < ratio < 0.3
+    else:
+        assert (ratio == 1) == (extracted is None)
+
+
 @pytest.mark.parametrize(
     "name, pair, key, extracted", [cell for cell in CELLS if cell.values[3] is not None]
 )
@@ -167,11 +200,7 @@ def test_planted_outliers_leave_the_error(name, pair, key, extracted):
     alone, .028 with the right side extracted. In wgrad with dY extracted X stays quantized, so
     there the error is that of one Gaussian operand, about .11.
     """
-    rng = np.random.default_rng(list(name.encode()) + [len(key)])
-    size = 256
-    seen = dict(zip(AUTHORS[name], pair, strict=True))
-    stored = dict(seen, w=OPPOSITE[seen["w"]]) if "w" in seen else seen  # W is kept as (in, out)
-    tensors = {tensor: _planted(rng, size, size, pattern) for tensor, pattern in stored.items()}
+    tensors = _operands(name, pair, key)
     plan = _layer(name, pair, 1)[name]
     outliers = dataclasses.replace(plan.outliers, k=16)
     plan = dataclasses.replace(plan, outliers=outliers)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Quant = str
 else:
     Quant = Literal[tuple(RECIPES)]
-Level = Literal[1, 2]
+Level = Literal[1, 2, 3]
 Preset = Literal["nano", "60m", "125m", "350m", "1b"]
 Rounding = Literal["nearest", "stochastic"]
 Format = Literal["mxfp4", "mxfp6"]

@@ -65,7 +65,7 @@ class Options:
     quant: Annotated[Quant | None, _UNSAID, _one_of(Quant)] = None
     """recipe, see train/recipes: how the blocks' matrix products run (adahop's calibrated plan)"""
     level: Annotated[Level | None, _UNSAID, _one_of(Level)] = None
-    """adahop: column-column products run with outlier extraction (1) or in BF16 (2, the default)"""
+    """adahop: column-column products extract outliers (1), are in BF16 (2, default) or MXFP6 (3)"""
     fwd: Annotated[Format | None, _UNSAID, _one_of(Format)] = None
     """format of the operands of quantised forward products (mxfp4)"""
     preset: Annotated[Preset | None, _UNSAID, _one_of(Preset)] = None

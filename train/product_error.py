@@ -140,7 +140,13 @@ def measure(layer: ah.LayerInfo, tensors: Tensors) -> Iterator[Measurement]:
 
 def strategies() -> tuple[ah.LayerPlan, ...]:
     """Layer plans that between them hold every strategy of every product."""
-    uniform = [ah.ProductPlan.full(), ah.ProductPlan.mxfp4(), ah.ProductPlan.iht()]
+    six = ah.OperandSpec(format="mxfp6", hadamard=32)
+    uniform = [
+        ah.ProductPlan.full(),
+        ah.ProductPlan.mxfp4(),
+        ah.ProductPlan.iht(),
+        ah.ProductPlan(lhs=six, rhs=six),
+    ]
     x, w, dy = (ah.ProductPlan.iht(outliers=tensor) for tensor in ("x", "w", "dy"))
     return (
         *(ah.LayerPlan.uniform(plan) for plan in uniform),

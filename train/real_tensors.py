@@ -8,6 +8,7 @@ import numpy as np
 
 import adahop_jax as ah
 from benchmarks.report import markdown
+from train.column_column import CELL, Trial
 from train.product_error import KEPT_X, Measurement
 
 MARK = "<!-- Below: written by `python -m train.smollm2`. -->"
@@ -16,7 +17,8 @@ KINDS = ("query", "key", "value", "out", "gate", "up", "down")
 Case = tuple[str, str]
 """Path and product."""
 
-UNIFORM = {"BF16": "full", "MXFP4": "mxfp4", "IHT": "iht"}
+SIX_BITS = "iht mxfp6"
+UNIFORM = {"BF16": "full", "MXFP4": "mxfp4", "IHT": "iht", "IHT in MXFP6": SIX_BITS}
 
 # Another implementation's counts, in PyTorch and float32, on other articles of the same collection.
 OTHER_PATTERNS = {
@@ -54,6 +56,7 @@ OTHER_KEYS = {
 
 def tables(
     measured: Sequence[Measurement],
+    trials: Sequence[Trial],
     plan: ah.Plan,
     explained: Mapping[int, ah.Explanation],
     *,
@@ -63,12 +66,14 @@ def tables(
 
     Args:
       measured: of some or all layers.
+      trials: of candidates for the column-column cell, in some layers.
       plan: with the layers' patterns.
       explained: level -> what that level's plan does, for all layers.
       perplexity: of the model on the text.
     """
     version = importlib.metadata.version("jax")
     paths = dict.fromkeys(m.path for m in measured)
+    products = [trial.product for trial in trials]
     scope = "all" if len(paths) == len(plan.paths) else f"the first {len(paths)} of"
     parts = [
         f"SmolLM2-135M-Instruct (4-bit weights, dequantised), "
@@ -86,6 +91,11 @@ def tables(
         "## Recipes\n\nMean error of each product over the linears, and the share of all "
         "multiply-adds in BF16.\n",
         _recipes(measured, explained),
+        "## Candidates for the column-column cell\n\nErrors as above, in one block of three. Inner "
+        "k: of the contracted dim (features in the forward, tokens in wgrad) the k with the "
+        "largest norms in X, or products of their norms in both operands, are multiplied in BF16 "
+        "and are zeros in the quantised operands.\n",
+        *(_candidates(name, trials, explained[2]) for name in dict.fromkeys(products)),
     ]
     return "\n\n".join(part.rstrip() for part in parts) + "\n"
 
@@ -130,8 +140,9 @@ def _product(
         cells = [
             _errors(m for m in here if m.strategy == s and keys[m.path] == key) for s in strategies
         ]
-        levels = dict.fromkeys(chosen[level][key] for level in (1, 2))
-        rows.append([key, str(count), *cells, ", level 2 ".join(levels)])
+        others = (f", level {n} {chosen[n][key]}" for n in (2, 3))
+        levels = others if chosen[2][key] == "full" else ()
+        rows.append([key, str(count), *cells, chosen[1][key] + "".join(levels)])
     total = [_errors(m for m in here if m.strategy == s) for s in strategies]
     rows.append(["all", str(linears.total()), *total, ""])
     shares = [f"{np.mean([m.share for m in here if m.strategy == s]):.1%}" for s in strategies]
@@ -149,7 +160,7 @@ def _recipes(measured: Sequence[Measurement], explained: Mapping[int, ah.Explana
         recipes[f"AdaHOP level {level}"] = {
             (row.path, row.product): row.strategy for row in explanation.rows
         }
-    recipes["least error but BF16, case by case"] = {
+    recipes["least error of MXFP4, case by case"] = {
         case: _best(found.values()) for case, found in by_case.items()
     }
     rows = []
@@ -161,8 +172,25 @@ def _recipes(measured: Sequence[Measurement], explained: Mapping[int, ah.Explana
     return markdown(["recipe", *PRODUCTS, "share in BF16"], rows)
 
 
+def _candidates(name: str, trials: Sequence[Trial], explanation: ah.Explanation) -> str:
+    here = [t for t in trials if t.product == name]
+    keys = {row.path: row.why for row in explanation.rows if row.product == name}
+    scopes = {CELL: [t for t in here if keys[t.path] == CELL], "all": here}
+    if len(scopes[CELL]) in (0, len(here)):
+        del scopes["all" if scopes[CELL] else CELL]
+    rows = []
+    for label in dict.fromkeys(t.strategy for t in here):
+        picked = [[t for t in scope if t.strategy == label] for scope in scopes.values()]
+        share, bits = (np.mean([getattr(t, f) for t in picked[0]]) for f in ("share", "saved_bits"))
+        saved = f"{bits:.2f}" if bits else "-"
+        rows.append([label, *map(_errors, picked), f"{share:.1%}", saved])
+    counts = [f"{scope} ({len({t.path for t in ts})})" for scope, ts in scopes.items()]
+    head = ["", *counts, "share in BF16", "bits of the saved X"]
+    return f"### {name}\n\n{markdown(head, rows)}"
+
+
 def _best(measured: Iterable[Measurement]) -> str:
-    offered = (m for m in measured if m.strategy not in ("full", KEPT_X))
+    offered = (m for m in measured if m.strategy not in ("full", KEPT_X, SIX_BITS))
     return min(offered, key=lambda m: m.error).strategy
 
 

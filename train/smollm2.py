@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,9 @@ import tyro
 from numpy.typing import NDArray
 
 import adahop_jax as ah
-from train.configs import UserError
+from train import column_column
+from train.column_column import Trial, measure_candidates
+from train.configs import Level, UserError
 from train.model import Llama, next_token_loss
 from train.product_error import Measurement, capture, measure
 from train.real_tensors import MARK, tables
@@ -35,6 +37,7 @@ PERPLEXITY = 16.6
 """Of another implementation, in PyTorch, on 2,048 tokens of the same text."""
 TOLERANCE = 0.05
 SEQUENCES, SEQ_LEN = 4, 512
+LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def main(out: Path = Path("docs/real_tensors.md"), blocks: int | None = None) -> None:
@@ -59,15 +62,21 @@ def main(out: Path = Path("docs/real_tensors.md"), blocks: int | None = None) ->
     print(f"perplexity {perplexity:.2f}, wanted {PERPLEXITY} within {TOLERANCE:.0%}", flush=True)
 
     layers = ah.layers(loss_fn, variables, batch)
-    plans = {level: ah.plan_from_labels([labels], layers=layers, level=level) for level in (1, 2)}
+    plans = {level: ah.plan_from_labels([labels], layers=layers, level=level) for level in LEVELS}
     found = capture(loss_fn, variables, batch)
     measured: list[Measurement] = []
     chosen = layers if blocks is None else layers[: blocks * len(layers) // model.config.layers]
     for i, layer in enumerate(chosen):
         measured += measure(layer, found[layer.path])
         print(f"{i + 1}/{len(chosen)} {layer.path}", flush=True)
-    explained = {level: ah.explain(plan, layers) for level, plan in plans.items()}
-    report = tables(measured, plans[2], explained, perplexity=perplexity)
+    explained: dict[int, ah.Explanation] = {
+        level: ah.explain(plan, layers) for level, plan in plans.items()
+    }
+    trials: list[Trial] = []
+    for path, product in column_column.chosen(chosen, explained[2]):
+        trials += measure_candidates(path, product, found[path])
+        print(f"candidates: {path} {product}", flush=True)
+    report = tables(measured, trials, plans[2], explained, perplexity=perplexity)
     print(report)
     if blocks is None:
         write(out, report)

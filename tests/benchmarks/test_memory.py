@@ -54,6 +54,7 @@ class TestPublished:
             "iht": bf16 * 17 // 64,
             "level 1": bf16 * 17 // 64 + 87 * (columns + indices),
             "level 2": bf16 * 17 // 64 + 47 * (columns + indices) + 40 * full * 47 // 64,
+            "level 3": bf16 * 17 // 64 + 47 * (columns + indices) + 40 * full * 8 // 64,
         }
         assert {name: memory.total(rows) for name, rows in found.alone.items()} == want
 
@@ -61,6 +62,7 @@ class TestPublished:
         gib = {name: memory.total(rows) / GIB for name, rows in found.alone.items()}
         assert gib["bf16"] == 76
         assert gib["iht"] <= 20.2 and gib["level 1"] <= 20.6 and gib["level 2"] <= 27.8
+        assert gib["level 3"] <= 21.7
 
     def test_sharing(self, found):
         """One X for query, key and value, one for gate and up; what differs is kept beside."""
@@ -68,8 +70,11 @@ class TestPublished:
         first = found.shared["level 2"][0]
         assert first.linears == ("query", "key", "value")
         assert first.wgrad == ("iht+oe(x)", "iht+oe(x)", "full")
-        packed = self.TOKENS * 4096 * 17 // 32
-        assert first.total == packed + self.TOKENS * (64 + 4096) * 2 + 64 * 4
+        packed, columns = self.TOKENS * 4096 * 17 // 32, self.TOKENS * 64 * 2 + 64 * 4
+        assert first.total == packed + columns + self.TOKENS * 4096 * 2
+        first = found.shared["level 3"][0]
+        assert first.wgrad == ("iht+oe(x)", "iht+oe(x)", "iht mxfp6")
+        assert first.total == packed + columns + self.TOKENS * 4096 * 25 // 32
 
     def test_layers_of_one_x_have_one_pattern_of_x(self):
         for block in range(32):

@@ -72,7 +72,7 @@ def test_options_that_cannot_be(name, tmp_path, capsys):
 
 @pytest.mark.parametrize(
     "words",
-    [["--quant", "int8"], ["--level", "3"], ["--preset", "7b"], ["--steps", "many"],
+    [["--quant", "int8"], ["--level", "4"], ["--preset", "7b"], ["--steps", "many"],
      ["--level", "None"], ["--steps", "None"], ["--lr", "None"]],
     ids=" ".join,
 )  # fmt: skip

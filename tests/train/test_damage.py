@@ -147,9 +147,10 @@ def test_plan_file_decides_the_level_and_leaves_its_digest(plan_file):
     assert (other.config.level, other.config.plan != job.config.plan) == (2, True)
 
 
-def test_plan_file_of_another_level_than_asked_for(plan_file, capsys):
-    options = tiny_options(plan_file.parent, plan=str(plan_file), level=2)
-    refused(arguments(options), capsys, "the plan is of level 1, and --level is 2")
+@pytest.mark.parametrize("level", [2, 3])
+def test_plan_file_of_another_level_than_asked_for(plan_file, capsys, level):
+    options = tiny_options(plan_file.parent, plan=str(plan_file), level=level)
+    refused(arguments(options), capsys, f"the plan is of level 1, and --level is {level}")
 
 
 def test_plan_that_lacks_layers_names_them_all(plan_file, capsys):

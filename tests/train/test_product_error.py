@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import adahop_jax as ah
-from train import product_error, real_tensors
+from train import column_column, product_error, real_tensors
 from train.configs import ModelConfig
 from train.model import Llama, next_token_loss
 from train.product_error import KEPT_X, Tensors, capture, measure
@@ -54,9 +54,9 @@ def test_every_strategy_of_every_product_is_measured(case):
     layer = ah.LayerInfo(path, 32, 32, 48)
     measured = {(m.product, m.strategy): m for m in measure(layer, tensors)}
     want = {
-        "fwd": {"full", "mxfp4", "iht", "iht+oe(x)", "iht+oe(w)"},
-        "dgrad": {"full", "mxfp4", "iht", "iht+oe(dy)", "iht+oe(w)"},
-        "wgrad": {"full", "mxfp4", "iht", "iht+oe(dy)", "iht+oe(x)", KEPT_X},
+        "fwd": {"full", "mxfp4", "iht", "iht mxfp6", "iht+oe(x)", "iht+oe(w)"},
+        "dgrad": {"full", "mxfp4", "iht", "iht mxfp6", "iht+oe(dy)", "iht+oe(w)"},
+        "wgrad": {"full", "mxfp4", "iht", "iht mxfp6", "iht+oe(dy)", "iht+oe(x)", KEPT_X},
     }
     assert measured.keys() == {(product, s) for product, names in want.items() for s in names}
     for (product, strategy), m in measured.items():
@@ -96,9 +96,9 @@ def test_tables_hold_every_case():
     # Codes of X, W and dY: 0 none, 1 row, 2 column.
     codes = np.array([[2, 1, 2], [2, 0, 1], [2, 0, 0]], np.int32)
     labels = [{layer.path: code for layer, code in zip(layers, codes, strict=True)}]
-    plans = {n: ah.plan_from_labels(labels, layers=layers, level=n) for n in (1, 2)}
+    plans = {n: ah.plan_from_labels(labels, layers=layers, level=n) for n in (1, 2, 3)}
     explained = {n: ah.explain(plan, layers) for n, plan in plans.items()}
-    errors = {"full": 0.002, "mxfp4": 0.2, "iht": 0.15, "iht+oe": 0.1}
+    errors = {"full": 0.002, "mxfp4": 0.2, "iht": 0.15, "iht mxfp6": 0.04, "iht+oe": 0.1}
     measured = [
         product_error.Measurement(
             path=row.path,
@@ -112,22 +112,40 @@ def test_tables_hold_every_case():
         for plan in product_error.strategies()
         for row in ah.explain(ah.Plan(default=plan), layers).rows
     ]
-    report = real_tensors.tables(measured, plans[2], explained, perplexity=16.7)
+    cell = column_column.chosen(layers, explained[2])
+    value = layers[1].path  # its dY is row-wise
+    fwd = [(layer.path, "fwd") for layer in layers]
+    assert cell == [*fwd[:2], (value, "wgrad"), *fwd[2:]]
+    trials = [
+        column_column.Trial(
+            path=path, product=product, strategy="iht, X mxfp6", error=0.1 if i else 0.4,
+            row_error=0.1, share=0.0, work=1, saved_bits=6.25 if product == "wgrad" else 0,
+        )
+        for i, (path, product) in enumerate(cell)
+    ]  # fmt: skip
+    report = real_tensors.tables(measured, trials, plans[2], explained, perplexity=16.7)
     for text in (
         "perplexity 16.70",
         "all 3 linears",
         "| query | column 1 (column 30) | row 1 (row 21, none 9) | column 1 (",
         "| fwd | column-none 2, column-column 1 | column-column 105,",
-        "| key | linears | full | mxfp4 | iht | iht+oe(x) | iht+oe(w) | the table's choice |",
-        "| column-column | 1 | 0.002 / 0.300 | 0.200 / 0.300 | 0.150 / 0.300 | 0.100 / 0.300 | "
-        "0.100 / 0.300 | iht+oe(w), level 2 full |",
-        "| share in BF16 |  | 100.0% | 0.0% | 0.0% | 3.1% | 3.1% |  |",
+        "| key | linears | full | mxfp4 | iht | iht mxfp6 | iht+oe(x) | iht+oe(w) | the table's "
+        "choice |",
+        "| column-column | 1 | 0.002 / 0.300 | 0.200 / 0.300 | 0.150 / 0.300 | 0.040 / 0.300 | "
+        "0.100 / 0.300 | 0.100 / 0.300 | iht+oe(w), level 2 full, level 3 iht mxfp6 |",
+        "| share in BF16 |  | 100.0% | 0.0% | 0.0% | 0.0% | 3.1% | 3.1% |  |",
         "| BF16 | 0.002 / 0.300 | 0.002 / 0.300 | 0.002 / 0.300 | 100.0% |",
         "| AdaHOP level 1 | 0.133 / 0.300 |",
+        "| AdaHOP level 3 | 0.113 / 0.300 |",
+        "| least error of MXFP4, case by case | 0.100 / 0.300 |",
+        "|  | column-column (1) | all (3) | share in BF16 | bits of the saved X |",
+        "| iht, X mxfp6 | 0.400 / 0.100 | 0.200 / 0.100 | 0.0% | - |",
+        "|  | column-column (1) | share in BF16 | bits of the saved X |",
+        "| iht, X mxfp6 | 0.100 / 0.100 | 0.0% | 6.25 |",
     ):
         assert text in report
     first = [m for m in measured if m.path == layers[0].path]
-    report = real_tensors.tables(first, plans[2], explained, perplexity=16.7)
+    report = real_tensors.tables(first, [], plans[2], explained, perplexity=16.7)
     assert "the first 1 of 3 linears" in report
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import adahop_jax as ah
+from adahop_jax._strategy import layer_plan
 from tests.dense import assert_same, backend, normal, run
 from tests.train.tiny import tiny_options
 from train import calibrate, lm
@@ -153,6 +154,31 @@ def test_forward_products_in_mxfp6(finished):
     config = RunConfig.from_json((result.run_dir / "config.json").read_text(), where="here")
     assert said(result)["recipe"] == recipe_name(config) == "adahop level 2, fwd mxfp6"
     assert result.heldout != finished("adahop").heldout
+
+
+def test_level_3_runs_the_column_column_pair_in_mxfp6(tmp_path):
+    """Here every pair is made one, through a plan."""
+    patterns = ah.Patterns(x=ah.Pattern.COLUMN, w=ah.Pattern.ROW, dy=ah.Pattern.ROW)
+    job = lm.prepare(tiny_options(tmp_path, level=3))
+    assert job.config.level == 3
+    entries = (
+        (
+            info.path,
+            layer_plan(
+                patterns, level=3, in_features=info.in_features, out_features=info.out_features
+            ),
+        )
+        for info in job.layers
+    )
+    plan = ah.Plan(layers=tuple(entries), level=3)
+    plan.save(tmp_path / "given.json")
+    given = {"plan": str(tmp_path / "given.json"), "steps": STEPS, "log_every": 1}
+    result = lm.train(tiny_options(tmp_path, run_dir=str(tmp_path / "other"), **given))
+    assert result.plan == plan
+    mine = losses(result)
+    assert np.isfinite(mine).all() and mine[-1] < mine[0]
+    assert said(result)["recipe"].startswith("adahop level 3")
+    assert said(result)["share_in_dtype"] == 0
 
 
 @pytest.mark.parametrize("quant", ["mxfp4", "iht"])
