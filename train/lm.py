@@ -119,9 +119,8 @@ def train(
         with RunLog(job.folder.metrics_file, config, start=done) as log:
             log.execution(done, name, phase.execution)
             while done < config.steps and not (interrupted() or stop()):
-                state, metrics, labels = phase.step(
-                    state, next_batch(job.corpus, config, step=done)
-                )
+                batch = next_batch(job.corpus, config, step=done)
+                state, metrics, labels = phase.step(state, batch)
                 log.step(done, phase=phase.name, metrics=metrics)
                 done += 1
                 if phase.name == "calibrate":
@@ -134,7 +133,7 @@ def train(
                 if done % config.eval_every == 0 and done < config.steps:
                     with log.paused():
                         log.heldout(done, phase.evaluate(state.params), unigram=job.unigram)
-                if done in watch:
+                if done in watch and done < config.steps:
                     with log.paused():
                         log.watched(done, watch[done](job, state.params, done))
                 if done % config.checkpoint_every == 0:
@@ -144,6 +143,8 @@ def train(
                 save()
             if done < config.steps:
                 return Result(job=job, step=done, plan=phase.plan, heldout=None)
+            if done in watch:  # what takes long has the run saved behind it
+                log.watched(done, watch[done](job, state.params, done))
             heldout = phase.evaluate(state.params)
             log.heldout(done, heldout, unigram=job.unigram)
     report.draw_loss(job.folder.metrics_file, job.folder.path / "loss.png", unigram=job.unigram)
@@ -377,8 +378,7 @@ def catch_interrupts() -> Iterator[Callable[[], bool]]:
         caught = True
         print("stopping after this step; Ctrl-C again stops without saving", file=sys.stderr)
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, handle) for number in signals}
+    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield lambda: caught
     finally:

@@ -177,7 +177,14 @@ def errors(got: NDArray[np.float32], true: NDArray[np.float64]) -> tuple[float, 
 
 @functools.partial(jax.jit, static_argnums=3)
 def _planned(x: jax.Array, w: jax.Array, dy: jax.Array, plan: ah.LayerPlan) -> dict[str, jax.Array]:
-    layer = ah.Dense(w.shape[1], use_bias=False, dtype=x.dtype, plan=ah.Plan(default=plan))
+    # In plain JAX, whose few programs compile sooner than kernels for every size and strategy.
+    layer = ah.Dense(
+        w.shape[1],
+        use_bias=False,
+        dtype=x.dtype,
+        plan=ah.Plan(default=plan),
+        backend="reference",
+    )
     y, vjp = jax.vjp(lambda x, w: layer.apply({"params": {"kernel": w}}, x), x, w)
     dx, dw = vjp(dy)
     return {"fwd": y, "dgrad": dx, "wgrad": dw}

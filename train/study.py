@@ -49,7 +49,7 @@ class Arguments:
     data: str | None = None
     """where the text is, in place of the study's own path"""
     commit: str | None = None
-    """commit to name in summaries, where the checkout has no history"""
+    """commit to name in summaries, in place of the checkout's"""
     scratch: Path = Path("runs")
     """folder for checkpoints of runs that have not finished"""
     cache_dir: str = Options().cache_dir

@@ -44,7 +44,7 @@ def summarize(run: Run, result: Result, *, commit: str | None) -> dict[str, Any]
     Args:
       run: of the study.
       result: of its training.
-      commit: to name where the checkout has no history.
+      commit: to name in place of the checkout's.
 
     Losses are nats per token, `kept_bytes` what one micro-batch's loss keeps for its backward pass,
     parameters left out; `share_in_bf16` is of the planned products' multiply-adds, to which neither
@@ -92,7 +92,7 @@ def _identity(run: Run, commit: str | None) -> dict[str, Any]:
         "platform": jax.default_backend(),
         "device": jax.devices()[0].device_kind,
         "versions": report.versions(_PACKAGES),
-        "commit": report.checkout() or commit,
+        "commit": commit or report.checkout(),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
 
