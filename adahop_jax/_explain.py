@@ -114,7 +114,7 @@ def _row(plan: Plan, layer: LayerInfo, product: Product, backend: str | None) ->
             rows=rows,
             columns=columns,
             length=length,
-            stored=product == "wgrad",
+            stored=product_plan.specs[0].mx if product == "wgrad" else None,
             extracted=_side(product, product_plan),
         )
     return Row(

@@ -43,7 +43,13 @@ class KernelBackend(abc.ABC):
 
     @abc.abstractmethod
     def speedup(
-        self, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+        self,
+        *,
+        rows: int,
+        columns: int,
+        length: int,
+        stored: MXFormat | None,
+        extracted: str | None,
     ) -> float | None:
         """Expected time in BF16 over expected time here; None on machines never measured."""
 

@@ -18,8 +18,8 @@ Unit = Literal["fp8", "bf16"]
 
 SCALE_BYTES = 1 / 32
 """Of an element: one a block."""
-WRITTEN = {"folded": 1.0, "codes": 0.5 + SCALE_BYTES}
-"""Bytes that a quantizer writes for an element, by what it writes."""
+WRITTEN = {"folded": 1.0, "mxfp4": 0.5 + SCALE_BYTES, "mxfp6": 0.75 + SCALE_BYTES}
+"""Bytes that a quantizer writes for an element: FP8, or codes of a format with their scales."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +67,9 @@ def quantizer(name: str, elements: int, *written: str) -> Work:
     return Work(name=name, bytes=elements * (2 + sum(WRITTEN[view] for view in written)))
 
 
-def fold(name: str, elements: int) -> Work:
-    """Reads codes and scales, writes FP8."""
-    return Work(name=name, bytes=elements * (WRITTEN["codes"] + 1))
+def fold(name: str, elements: int, fmt: str) -> Work:
+    """Reads codes and scales of a format, writes FP8."""
+    return Work(name=name, bytes=elements * (WRITTEN[fmt] + 1))
 
 
 def product(name: str, m: int, n: int, k: int, *, unit: Unit = "fp8", out_bytes: int = 2) -> Work:
@@ -88,7 +88,10 @@ def layer(
     for tensor, names in READS:
         quantized = [name for name in names if not plan[name].is_full]
         if quantized:
-            views = ("codes" if (tensor, name) == STORED else "folded" for name in quantized)
+            views = (
+                plan[name].specs[0].format if (tensor, name) == STORED else "folded"
+                for name in quantized
+            )
             elements = math.prod(sizes[dim] for dim in DIMS[tensor])
             label = f"{', '.join(quantized)}: quantize {tensor}"
             works.append(quantizer(label, elements, *views))
@@ -119,7 +122,7 @@ def _planned(name: Product, plan: ProductPlan, sizes: dict[str, int]) -> list[Wo
         return [product(name, m, n, length, unit="bf16")]
     works = [product(f"{name}: product", m, n, length)]
     if name == "wgrad":
-        works.append(fold("wgrad: fold x", m * length))
+        works.append(fold("wgrad: fold x", m * length, plan.specs[0].format))
     if plan.outliers is not None:
         works.append(_side(name, plan, m, n, length))
     return works
@@ -134,7 +137,7 @@ def _side(name: Product, plan: ProductPlan, m: int, n: int, length: int) -> Work
     left = plan.outliers.tensor == OPERANDS[name][0]
     k, other = plan.outliers.count(m if left else n), n if left else m
     # In wgrad, dY's columns meet X as it is kept.
-    size = WRITTEN["codes"] if name == "wgrad" and not left else 2
+    size = WRITTEN[plan.specs[0].format] if name == "wgrad" and not left else 2
     moved = other * length * size + 2 * k * length + 2 * k * other
     return Work(
         name=f"{name}: side product of {plan.outliers.tensor}",

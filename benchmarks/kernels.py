@@ -21,6 +21,8 @@ SPECS = {
     "stochastic": ah.OperandSpec(hadamard=32, rounding="stochastic", scale_rule="ceil"),
 }
 AXES = {"rows": 1, "columns": 0}
+WRITTEN = {"folded": "folded", "codes": "mxfp4"}
+"""What a view holds, as `floor.WRITTEN` names it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +68,7 @@ def jobs(ops: Any, x: jax.Array) -> list[tuple[Job, float]]:
     found = []
     for direction, axis in AXES.items():
         for written, operation in (("folded", ops.operand), ("codes", ops.residual)):
-            size = floor.quantizer("", x.size, written).bytes
+            size = floor.quantizer("", x.size, WRITTEN[written]).bytes
             for variant in ("rotated", "plain", "stochastic", "rotated, norms"):
                 call = quantizing(
                     operation,
@@ -82,12 +84,15 @@ def jobs(ops: Any, x: jax.Array) -> list[tuple[Job, float]]:
             rows, columns = Wanted(False, 1, spec), Wanted(written == "codes", 0, spec, norms=norms)
             name = f"rows -> folded, columns -> {written}, rotated{', norms' * norms}"
             call = functools.partial(_both, ops, rows, columns)
-            size = floor.quantizer("", x.size, "folded", written).bytes
+            size = floor.quantizer("", x.size, "folded", WRITTEN[written]).bytes
             found.append((Job(name=name, function=call, args=(x,)), size))
     stored = jax.jit(lambda x: ops.residual(x, axis=1, spec=spec)[:2])(x)
     load = functools.partial(ops.load, spec=spec)
     found.append(
-        (Job(name="codes -> folded", function=load, args=stored), floor.fold("", x.size).bytes)
+        (
+            Job(name="codes -> folded", function=load, args=stored),
+            floor.fold("", x.size, spec.format).bytes,
+        )
     )
     return found
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from adahop_jax._formats import OperandSpec
+from adahop_jax._formats import MXFormat, OperandSpec
 from adahop_jax._kernels import KernelBackend, Operand
 from adahop_jax._view import CHUNK, Request, View
 from pallas_kernels.fold import fold
@@ -28,7 +28,13 @@ class Backend(KernelBackend):
         return largest(norms, k)
 
     def speedup(
-        self, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+        self,
+        *,
+        rows: int,
+        columns: int,
+        length: int,
+        stored: MXFormat | None,
+        extracted: str | None,
     ) -> float | None:
         """None: it was not measured by itself."""
         return None

@@ -26,9 +26,10 @@ def launch(
     tiles: Mapping[int, tuple[int, int]] | None = None,
     written: Mapping[int, tuple[int, int]] | None = None,
     zeroed: Sequence[int] = (),
+    scalars: Sequence[int] = (),
     **constants: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel on a one-dimensional grid; its arguments are the arrays, then the results.
+    """Runs a kernel on a one-dimensional grid; its arguments: arrays, scalars, then the results.
 
     jax-triton has no batching rule: `vmap` runs the kernel once for each element.
 
@@ -45,6 +46,7 @@ def launch(
       written: number of a result -> the block that the kernel stores at a time, by a descriptor
         that follows the inputs in the kernel's arguments.
       zeroed: numbers of results whose memory starts as zeros.
+      scalars: integers of 32 bits of which only a 1 is known to the compiler.
       constants: the kernel's constexpr arguments.
 
     Returns:
@@ -69,6 +71,7 @@ def launch(
                 warnings.filterwarnings("ignore", f"{name} is deprecated", DeprecationWarning)
             results = jax_triton.triton_call(
                 *operands,
+                *scalars,
                 kernel=kernel,
                 out_type=tuple(out),
                 grid=(grid,),

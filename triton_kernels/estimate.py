@@ -6,6 +6,8 @@ quantizing does not pay. Nothing is decided by it.
 
 import dataclasses
 
+from adahop_jax._formats import MXFormat
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
@@ -27,7 +29,13 @@ class Rates:
 
 
 def speedup(
-    rates: Rates, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+    rates: Rates,
+    *,
+    rows: int,
+    columns: int,
+    length: int,
+    stored: MXFormat | None,
+    extracted: str | None,
 ) -> float:
     """Time in BF16 over time as planned, quantization included.
 
@@ -35,17 +43,19 @@ def speedup(
       rates: of the GPU.
       rows, columns: of the result.
       length: of the contracted axis.
-      stored: whether the left operand was packed in the forward pass and is loaded here.
+      stored: the format that the left operand was packed in by the forward pass, to be loaded here;
+        None if it is quantized for this product alone.
       extracted: "lhs" or "rhs" if rows or columns are extracted, or None.
     """
     operations = 2 * rows * columns * length
     bf16 = rates.kernel + operations / rates.bf16
     left, right = rows * length, columns * length
-    # Of X and dY, one read serves two products. What is stored is written as 4 bits and scales, and
+    # Of X and dY, one read serves two products. What is stored is written as codes and scales, and
     # read again to become FP8.
-    if stored:
-        quantized = 1.53 * left + 2 * right
-        planned = operations / rates.fp8 + 1.56 * left / rates.fold
+    if stored is not None:
+        packed = stored.element_bits / 8 + 1 / 32
+        quantized = (1 + packed) * left + 2 * right
+        planned = operations / rates.fp8 + (1 + packed) * left / rates.fold
     else:
         quantized = 2 * left + 3 * right
         planned = operations / rates.fp8

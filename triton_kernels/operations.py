@@ -44,7 +44,13 @@ class Backend(KernelBackend):
         return largest(norms, k)
 
     def speedup(
-        self, *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+        self,
+        *,
+        rows: int,
+        columns: int,
+        length: int,
+        stored: MXFormat | None,
+        extracted: str | None,
     ) -> float | None:
         """Expected time in BF16 over expected time here; None on machines never measured."""
         if self._machine.rates is None or self._path != "fp8":

@@ -136,37 +136,21 @@ def guess(
 
 
 @triton.jit
-def _loaded(
-    ptr,
-    step,
-    inside,
-    STRIDE: tl.constexpr,
-    LENGTH: tl.constexpr,
-    BY: tl.constexpr,
-    COUNT: tl.constexpr,
-):
-    """COUNT values from `step` on, BY steps of STRIDE apart, as new last dims of 2; or zeros."""
+def _loaded(ptr, step, inside, stride, length, BY: tl.constexpr, COUNT: tl.constexpr):
+    """COUNT values from `step` on, BY steps of `stride` apart, as new last dims of 2; or zeros."""
     if COUNT == 1:
-        return tl.load(ptr, mask=inside & (step < LENGTH), other=0).to(tl.float32)
+        return tl.load(ptr, mask=inside & (step < length), other=0).to(tl.float32)
     else:
-        even = _loaded(ptr, step, inside, STRIDE, LENGTH, 2 * BY, COUNT // 2)
-        odd = _loaded(ptr + BY * STRIDE, step + BY, inside, STRIDE, LENGTH, 2 * BY, COUNT // 2)
+        even = _loaded(ptr, step, inside, stride, length, 2 * BY, COUNT // 2)
+        odd = _loaded(ptr + BY * stride, step + BY, inside, stride, length, 2 * BY, COUNT // 2)
         return tl.join(even, odd)
 
 
 @triton.jit
-def _block(
-    x_ptr,
-    row,
-    inside,
-    block,
-    LENGTH: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
-):
+def _block(x_ptr, row, inside, block, length, row_stride, stride):
     """A block of every row: float32 [N, 32]."""
-    ptr = x_ptr + row.to(tl.int64) * ROW_STRIDE + tl.cast(block, tl.int64) * (32 * STRIDE)
-    return _loaded(ptr, block * 32, inside, STRIDE, LENGTH, 1, 32).reshape(row.shape[0], 32)
+    ptr = x_ptr + row.to(tl.int64) * row_stride + tl.cast(block, tl.int64) * (32 * stride)
+    return _loaded(ptr, block * 32, inside, stride, length, 1, 32).reshape(row.shape[0], 32)
 
 
 @triton.jit
@@ -185,32 +169,33 @@ def _kernel(
     data_ptr,
     scale_ptr,
     norm_ptr,
-    ROWS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    ROW_STRIDE: tl.constexpr,
-    STRIDE: tl.constexpr,
+    rows,
+    length,
+    row_stride,
+    stride,
+    first_flag,
     N: tl.constexpr,
-    FIRST_FLAG: tl.constexpr,
     FLAGGED: tl.constexpr,
     SEGMENTS: tl.constexpr,
     Q: tl.constexpr,
 ):
     """A program: N rows, and every SEGMENTS-th of their blocks; all of the view is only written.
 
-    A flag stands for FLAGGED rows. `scale_ptr` has the rows' reference exponents if folded.
+    A flag stands for FLAGGED rows. `scale_ptr` has the rows' reference exponents if folded. Sizes
+    come at run time, so that one kernel serves all: nearly always it only looks at the flags.
     """
-    BLOCKS: tl.constexpr = (LENGTH + 31) // 32
-    STRIPS: tl.constexpr = (ROWS + N - 1) // N
-    first = tl.program_id(0) % STRIPS * N
-    segment = tl.program_id(0) // STRIPS
-    if tl.load(flag_ptr + FIRST_FLAG + first // FLAGGED) > 0:
+    blocks = (length + 31) // 32
+    strips = (rows + N - 1) // N
+    first = tl.program_id(0) % strips * N
+    segment = tl.program_id(0) // strips
+    if tl.load(flag_ptr + first_flag + first // FLAGGED) > 0:
         row = first + tl.arange(0, N)
-        inside = row < ROWS
+        inside = row < rows
         top = tl.full((N,), -127, tl.int32)
         norm = tl.zeros((N,), tl.float32)
         if Q.kind == "folded" or Q.norms:
-            for block in range(BLOCKS):
-                x = _block(x_ptr, row, inside, block, LENGTH, ROW_STRIDE, STRIDE)
+            for block in range(blocks):
+                x = _block(x_ptr, row, inside, block, length, row_stride, stride)
                 norm += tl.sum(x * x, 1)
                 scale, fault = block_scales(largest_bits(rotate(x, signs_ptr, N, Q)), Q)
                 top = tl.maximum(top, tl.where(fault, -127, scale))
@@ -220,14 +205,14 @@ def _kernel(
                 tl.store(scale_ptr + row, (ref + 127).to(tl.uint8), mask=inside)
             if Q.norms:
                 tl.store(norm_ptr + row, norm, mask=inside)
-        for block in range(segment, BLOCKS, SEGMENTS):
-            x = _block(x_ptr, row, inside, block, LENGTH, ROW_STRIDE, STRIDE)
+        for block in range(segment, blocks, SEGMENTS):
+            x = _block(x_ptr, row, inside, block, length, row_stride, stride)
             noise = 0.0
             if Q.stochastic:
                 noise = _noise(first, block, seed_ptr, N)
             y = rotate(x, signs_ptr, N, Q)
             scale, fault = block_scales(largest_bits(y), Q)
-            index = row.to(tl.int64) * BLOCKS + block
+            index = row.to(tl.int64) * blocks + block
             put(data_ptr, encode(y, noise, scale, fault, ref, N, Q), index, inside, Q)
             if Q.kind != "folded":
                 put_scales(scale_ptr, scale, fault, index, inside)
@@ -266,6 +251,7 @@ def settle(
     """
     x = inputs[0]
     rows, length = x.shape[1 - axis], x.shape[axis]
+    strides = (1, x.shape[1]) if axis == 0 else (x.shape[1], 1)
     view = data, scales, norms
     data, scales, norms = _launch.launch(
         _kernel,
@@ -276,12 +262,8 @@ def settle(
         aliases={4: 0, 5: 1, 6: 2},
         grid=triton.cdiv(rows, ROWS_PER_PROGRAM) * SEGMENTS,
         num_warps=2,
-        ROWS=rows,
-        LENGTH=length,
-        ROW_STRIDE=1 if axis == 0 else x.shape[1],
-        STRIDE=x.shape[1] if axis == 0 else 1,
+        scalars=(rows, length, *strides, first_flag),
         N=ROWS_PER_PROGRAM,
-        FIRST_FLAG=first_flag,
         FLAGGED=flagged,
         SEGMENTS=SEGMENTS,
         # A block at the largest scale may hold more than its largest element.

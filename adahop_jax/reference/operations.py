@@ -191,7 +191,7 @@ def largest(norms: jax.Array, k: int) -> jax.Array:
 
 
 def speedup(
-    *, rows: int, columns: int, length: int, stored: bool, extracted: str | None
+    *, rows: int, columns: int, length: int, stored: MXFormat | None, extracted: str | None
 ) -> float | None:
     """Expected time of a (rows, length) by (length, columns) product in BF16 over its time here.
 

@@ -57,8 +57,9 @@ class TestFloor:
 
     def test_kernels_by_hand(self):
         assert floor.quantizer("", 1024, "folded").bytes == 2048 + 1024
-        assert floor.quantizer("", 1024, "codes").bytes == 2048 + 512 + 32
-        assert floor.fold("", 1024).bytes == 512 + 32 + 1024
+        assert floor.quantizer("", 1024, "mxfp4").bytes == 2048 + 512 + 32
+        assert floor.quantizer("", 1024, "folded", "mxfp6").bytes == 2048 + 1024 + 768 + 32
+        assert floor.fold("", 1024, "mxfp4").bytes == 512 + 32 + 1024
         work = floor.product("", 2, 3, 5)
         assert (work.bytes, work.operations) == (2 * 5 + 3 * 5 + 2 * 2 * 3, 2 * 2 * 3 * 5)
         assert floor.product("", 2, 3, 5, unit="bf16").bytes == 2 * (2 * 5 + 3 * 5 + 2 * 3)

@@ -93,6 +93,7 @@ def launch(
     tiles=None,
     written=None,
     zeroed=(),
+    scalars=(),
     **constants,
 ):
     """As `triton_kernels._launch.launch`; results start poisoned."""
@@ -117,7 +118,7 @@ def launch(
         inputs[i] = TensorDescriptor(base, base.shape, base.stride(), tile)
     taken_over = {*(aliases or {}).values(), *(written or {})}
     fresh = [r for i, r in enumerate(results) if i not in taken_over]
-    kernel[(grid,)](*inputs, *fresh, **constants)
+    kernel[(grid,)](*inputs, *scalars, *fresh, **constants)
     return tuple(jnp.asarray(r.array) for r in results)
 
 

@@ -73,6 +73,7 @@ class Recorder:
         tiles=None,
         written=None,
         zeroed=(),
+        scalars=(),
         **constants,
     ):
         assert grid >= 1
@@ -81,14 +82,19 @@ class Recorder:
         for i, tile in (written or {}).items():
             described[len(types)] = tile
             types.append(TYPES[jnp.dtype(out[i].dtype).name])
+        pointers = len(types)
         taken = {*(aliases or {}).values(), *(written or {})}
         types += [TYPES[jnp.dtype(o.dtype).name] for i, o in enumerate(out) if i not in taken]
-        arguments = tuple(
+        arguments = [
             f"tensordesc<{kind}[{described[i][0]}, {described[i][1]}]>"
             if i in described
             else f"*{kind}"
             for i, kind in enumerate(types)
-        )
+        ]
+        names = kernel.arg_names[pointers:]
+        ones = {name: 1 for name, scalar in zip(names, scalars, strict=False) if scalar == 1}
+        arguments[pointers:pointers] = ["i32"] * (len(scalars) - len(ones))
+        constants, arguments = ones | constants, tuple(arguments)
         launch = Launch(kernel, arguments, tuple(constants.items()), num_warps, num_stages)
         self.launches[launch] = None
         return tuple(jnp.zeros(o.shape, o.dtype) for o in out)
