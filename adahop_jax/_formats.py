@@ -41,6 +41,11 @@ class MXFormat:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
+    def stored_bits(self) -> float:
+        """Of an element with its share of a block's scale, as packed codes and scales take them."""
+        return self.element_bits + 8 / self.block_size
+
+    @property
     def magnitude_bits(self) -> int:
         """Bits of a code below its sign bit."""
         return self.exponent_bits + self.mantissa_bits

@@ -12,13 +12,12 @@ from collections.abc import Iterable
 from typing import Literal
 
 import adahop_jax as ah
+from adahop_jax._formats import FORMATS
 from adahop_jax._plan import CONTRACT, OPERANDS, PRODUCTS, Product, ProductPlan, Tensor
 
 Unit = Literal["fp8", "bf16"]
 
-SCALE_BYTES = 1 / 32
-"""Of an element: one a block."""
-WRITTEN = {"folded": 1.0, "mxfp4": 0.5 + SCALE_BYTES, "mxfp6": 0.75 + SCALE_BYTES}
+WRITTEN = {"folded": 1.0} | {name: fmt.stored_bits / 8 for name, fmt in FORMATS.items()}
 """Bytes that a quantizer writes for an element: FP8, or codes of a format with their scales."""
 
 

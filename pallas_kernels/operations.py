@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from adahop_jax._formats import MXFormat, OperandSpec
+from adahop_jax._formats import OperandSpec
 from adahop_jax._kernels import KernelBackend, Operand
 from adahop_jax._view import CHUNK, Request, View
 from pallas_kernels.fold import fold
@@ -26,18 +26,6 @@ class Backend(KernelBackend):
     def largest(self, norms: jax.Array, k: int) -> jax.Array:
         """Indices of the k largest norms."""
         return largest(norms, k)
-
-    def speedup(
-        self,
-        *,
-        rows: int,
-        columns: int,
-        length: int,
-        stored: MXFormat | None,
-        extracted: str | None,
-    ) -> float | None:
-        """None: it was not measured by itself."""
-        return None
 
     def _views(self, x: jax.Array, wanted: list[tuple[int, Request]]) -> list[View]:
         axes = {axis for axis, _ in wanted}

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import adahop_jax as ah
-from train.configs import Level, RunConfig, UserError
+from adahop_jax._plan import Level
+from train.configs import RunConfig, UserError
 from train.model import Llama, next_token_loss
 from train.recipes import RECIPES
 

@@ -204,5 +204,4 @@ def _saved_bits(xt: tuple[int, ...], candidate: Candidate) -> float:
     """Kept of each number of X for wgrad, where X^T is (in, tokens)."""
     if candidate.plan.is_full:
         return 16.0
-    mx = candidate.plan.specs[0].mx
-    return mx.element_bits + 8 / mx.block_size + 16 * _share(xt, (0, 0), candidate)
+    return candidate.plan.specs[0].mx.stored_bits + 16 * _share(xt, (0, 0), candidate)

@@ -10,13 +10,13 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from adahop_jax._plan import Level
 from train.recipes import RECIPES
 
 if TYPE_CHECKING:
     Quant = str
 else:
     Quant = Literal[tuple(RECIPES)]
-Level = Literal[1, 2, 3]
 Preset = Literal["nano", "60m", "125m", "350m", "1b"]
 Rounding = Literal["nearest", "stochastic"]
 Format = Literal["mxfp4", "mxfp6"]

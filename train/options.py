@@ -9,12 +9,12 @@ from typing import Annotated, Any, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from adahop_jax._plan import Level
 from train.configs import (
     PRESETS,
     Attention,
     ComputeDtype,
     Format,
-    Level,
     Preset,
     Quant,
     Rounding,

@@ -24,9 +24,10 @@ import tyro
 from numpy.typing import NDArray
 
 import adahop_jax as ah
+from adahop_jax._plan import Level
 from train import column_column
 from train.column_column import Trial, measure_candidates
-from train.configs import Level, UserError
+from train.configs import UserError
 from train.model import Llama, next_token_loss
 from train.product_error import Measurement, capture, measure
 from train.real_tensors import MARK, tables

@@ -53,7 +53,7 @@ def speedup(
     # Of X and dY, one read serves two products. What is stored is written as codes and scales, and
     # read again to become FP8.
     if stored is not None:
-        packed = stored.element_bits / 8 + 1 / 32
+        packed = stored.stored_bits / 8
         quantized = (1 + packed) * left + 2 * right
         planned = operations / rates.fp8 + (1 + packed) * left / rates.fold
     else:
