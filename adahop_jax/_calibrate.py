@@ -23,7 +23,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from adahop_jax._observe import PROBE, LayerStatistics, merge_layer, zero_probe
 from adahop_jax._patterns import CODES, matrix_statistics, pattern_code
 from adahop_jax._plan import Level, Pattern, Patterns, Plan, PlanError
-from adahop_jax._strategy import LEVELS, layer_plan
+from adahop_jax._strategy import check_level, layer_plan
 from adahop_jax.nn import Dense
 
 Statistics = dict[str, LayerStatistics]
@@ -163,8 +163,7 @@ def plan_from_labels(
       ValueError: no labels, or an unknown level.
       PlanError: a layer has no label, or ran more than once in an evaluation.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level {level!r} is unknown; choose 1, 2 or 3")
+    check_level(level)
     if not labels:
         raise ValueError("calibrate: no steps were observed; pass at least one batch")
     entries = []
@@ -225,8 +224,7 @@ def calibrate(
     """
     if steps < 1 or accumulate < 1:
         raise ValueError(f"calibrate: steps {steps}, accumulate {accumulate}; wanted at least 1")
-    if level not in LEVELS:
-        raise ValueError(f"calibrate: level {level!r} is unknown; choose 1, 2 or 3")
+    check_level(level, where="calibrate: ")
     statistics_of = jax.jit(lambda variables, batch: observe(loss_fn)(variables, batch)[2])
     merge = jax.jit(merge_statistics)
     label_of = jax.jit(label)

@@ -54,6 +54,12 @@ AUTHORS_OPERANDS: dict[Product, tuple[Tensor, Tensor]] = {
 }
 
 
+def check_level(level: Level, *, where: str = "") -> None:
+    """Raises ValueError, its message after `where`, if there is no such level."""
+    if level not in LEVELS:
+        raise ValueError(f"{where}level {level!r} is unknown; choose 1, 2 or 3")
+
+
 def key(product: Product, patterns: Patterns) -> tuple[Pattern, Pattern]:
     """The table's key: the patterns of the left and right operand in the authors' orientation."""
     match product:
@@ -90,8 +96,7 @@ def layer_plan(
     Raises:
       ValueError: an unknown level.
     """
-    if level not in LEVELS:
-        raise ValueError(f"level {level!r} is unknown; choose 1, 2 or 3")
+    check_level(level)
     products = {name: product_plan(name, patterns, level=level) for name in PRODUCTS}
     return LayerPlan(
         **products, patterns=patterns, in_features=in_features, out_features=out_features

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
+from adahop_jax._formats import Rounding
 from adahop_jax._plan import Level
 from train.recipes import RECIPES
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 else:
     Quant = Literal[tuple(RECIPES)]
 Preset = Literal["nano", "60m", "125m", "350m", "1b"]
-Rounding = Literal["nearest", "stochastic"]
 Format = Literal["mxfp4", "mxfp6"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["xla", "cudnn"]

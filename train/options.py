@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from adahop_jax._formats import Rounding
 from adahop_jax._plan import Level
 from train.configs import (
     PRESETS,
@@ -17,7 +18,6 @@ from train.configs import (
     Format,
     Preset,
     Quant,
-    Rounding,
     RunConfig,
     UserError,
     get,

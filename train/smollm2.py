@@ -15,7 +15,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import tyro
 from numpy.typing import NDArray
 
 import adahop_jax as ah
-from adahop_jax._plan import Level
+from adahop_jax._strategy import LEVELS
 from train import column_column
 from train.column_column import Trial, measure_candidates
 from train.configs import UserError
@@ -38,7 +38,6 @@ PERPLEXITY = 16.6
 """Of another implementation, in PyTorch, on 2,048 tokens of the same text."""
 TOLERANCE = 0.05
 SEQUENCES, SEQ_LEN = 4, 512
-LEVELS: tuple[Level, ...] = get_args(Level)
 
 
 def main(out: Path = Path("docs/real_tensors.md"), blocks: int | None = None) -> None:
