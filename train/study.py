@@ -48,6 +48,9 @@ class Arguments:
     """only make the table and the pictures of what is there"""
     data: str | None = None
     """where the text is, in place of the study's own path"""
+    shared_device: bool = False
+    """other programs use the device meanwhile, as a second `train.study --only ...` that computes
+    while this one compiles: summaries then state no speed"""
     commit: str | None = None
     """commit to name in summaries, in place of the checkout's"""
     scratch: Path = Path("runs")
@@ -158,7 +161,7 @@ def _train(
         return failure(run, str(error), commit=arguments.commit)
     if result.heldout is None:
         return None
-    return summarize(run, result, commit=arguments.commit)
+    return summarize(run, result, commit=arguments.commit, timed=not arguments.shared_device)
 
 
 def _plan_file(study: Study, run: Run, arguments: Arguments) -> str | None:

@@ -38,13 +38,14 @@ _FILES = ("config.json", "plan.json", "metrics.jsonl", ERRORS, SUMMARY)
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "triton", "jax-triton")
 
 
-def summarize(run: Run, result: Result, *, commit: str | None) -> dict[str, Any]:
+def summarize(run: Run, result: Result, *, commit: str | None, timed: bool) -> dict[str, Any]:
     """Returns the summary of a run that ended, as plain JSON values.
 
     Args:
       run: of the study.
       result: of its training.
       commit: to name in place of the checkout's.
+      timed: whether the run had the device to itself; else `tokens_per_second` is None.
 
     Losses are nats per token, `kept_bytes` what one micro-batch's loss keeps for its backward pass,
     parameters left out; `share_in_bf16` is of the planned products' multiply-adds, to which neither
@@ -72,7 +73,7 @@ def summarize(run: Run, result: Result, *, commit: str | None) -> dict[str, Any]
             for step, outcome in outcomes(lines).items()
         ],
         "heldout_tokens": sum(batch[:, 1:].size for batch in job.batches),
-        "tokens_per_second": round(statistics.median(speeds), 1) if speeds else None,
+        "tokens_per_second": round(statistics.median(speeds), 1) if timed and speeds else None,
         "share_in_bf16": runs.share_in_dtype,
         "runs_on": runs.runs_on,
         "kept_bytes": kept_bytes(model, config),

@@ -125,6 +125,15 @@ def test_gaps_of_the_table_are_those_of_the_metrics(done):
     assert (file.parent / "gaps.png").stat().st_size > 5_000
 
 
+def test_shared_device_states_no_speed(tmp_path):
+    file = write_study(tmp_path, recipes=("bf16",), seeds=(0,))
+    assert study.main(arguments(file, "--shared-device")) == 0
+    (summary,) = summaries(file).values()
+    assert summary["tokens_per_second"] is None
+    row = (file.parent / "README.md").read_text().partition("| bf16 | 1 |")[2].partition("\n")[0]
+    assert "| 100.00% | - |" in row
+
+
 def test_finished_runs_are_not_run_again(done, monkeypatch):
     file, _ = done
     monkeypatch.setattr(study.lm, "train", lambda *_, **__: pytest.fail("ran again"))
