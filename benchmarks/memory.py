@@ -291,15 +291,15 @@ def main() -> None:
     write("published", published, published_table(published))
     calibrated = stack(calibrated_plans(plan, CALIBRATED_SIZES["width"]), **CALIBRATED_SIZES)
     write("calibrated", calibrated, *calibrated_tables(calibrated, plan, options.plan))
-    recipes = whole_step.recipes(plan)
-    held = [whole_step.held(recipe) for recipe in recipes]
+    held = [whole_step.held(recipe) for recipe in whole_step.recipes(plan)]
     write("held", held, whole_step.held_table(held))
     if jax.default_backend() != "gpu":
         print("Whole steps are compiled and measured on a GPU only, and JAX sees none here.")
         return
-    steps = whole_step.measured(recipes)
+    recipes_of = functools.partial(whole_step.recipes, plan, attention="cudnn")
+    steps = whole_step.measured(recipes_of())
     write("steps", steps, whole_step.steps_table(steps))
-    of_largest = whole_step.recipes(plan, whole_step.LARGEST, whole_step.LARGEST_SIZES)
+    of_largest = recipes_of(whole_step.LARGEST, whole_step.LARGEST_SIZES)
     largest = timing.concurrently(whole_step.largest_model, of_largest)
     write("largest", largest, whole_step.largest_table(largest))
 

@@ -20,7 +20,7 @@ import adahop_jax as ah
 from benchmarks import timing
 from benchmarks.kept import GIB, kept, size
 from benchmarks.report import Table
-from train.configs import ModelConfig, OptimConfig
+from train.configs import Attention, ModelConfig, OptimConfig
 from train.model import Block, _rotation, linear
 from train.optim import make_optimizer
 
@@ -147,7 +147,11 @@ class Scanned(nn.Module):
 
 
 def recipes(
-    plan: ah.Plan, config: ModelConfig = MEASURED, sizes: Mapping[str, int] = MEASURED_SIZES
+    plan: ah.Plan,
+    config: ModelConfig = MEASURED,
+    sizes: Mapping[str, int] = MEASURED_SIZES,
+    *,
+    attention: Attention = "xla",
 ) -> list[Recipe]:
     """BF16 and a plan (of benchmarks.make_plan), each under the policies that suit it.
 
@@ -155,7 +159,10 @@ def recipes(
       plan: with paths as "d2048/query", for the width of the model.
       config: of the model.
       sizes: batch, sequence, vocab_size.
+      attention: what computes it: "xla" keeps arrays of tokens x tokens; "cudnn" keeps none, and
+        can be traced on a GPU only.
     """
+    config = dataclasses.replace(config, attention=attention)
     ours = ah.Plan(
         layers=tuple(
             (f"layers/block/{module}/{linear}", plan[f"d{config.width}/{linear}"])
@@ -305,7 +312,8 @@ def held_table(found: Iterable[Held]) -> Table:
 def steps_table(found: Iterable[Step]) -> Table:
     """A line for every recipe."""
     return Table(
-        title=f"A training step on this GPU, GiB: {_model()}, float32 parameters, AdamW",
+        title=f"A training step on this GPU, GiB: {_model()}, cuDNN's attention, float32 "
+        "parameters, AdamW",
         head=("recipe", "parameters, moments, batch", "compiled step", "measured peak"),
         rows=tuple(
             (
@@ -324,8 +332,8 @@ def largest_table(found: Iterable[Largest]) -> Table:
     """A line for every recipe."""
     return Table(
         title=f"The deepest Llama of d {LARGEST.width} that trains in {MEMORY / GIB:.0f} GiB: "
-        + "sequence {sequence:,}, batch {batch}, vocabulary {vocab_size:,}, float32 parameters, "
-        "AdamW".format(**LARGEST_SIZES),
+        + "cuDNN's attention, sequence {sequence:,}, batch {batch}, vocabulary {vocab_size:,}, "
+        "float32 parameters, AdamW".format(**LARGEST_SIZES),
         head=("recipe", "blocks", "parameters", "step, GiB"),
         rows=tuple(
             (
