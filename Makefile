@@ -12,6 +12,8 @@ DEVICE := $(shell nvidia-smi -L 2>/dev/null | grep -q GPU && echo gpu || echo cp
 PYTHON = $(shell for p in python3.12 python3; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null && echo $$p && break; done)
 NO_PYTHON = found no Python 3.12 as python3.12 or python3; install it (say, `pyenv install 3.12`)
+# XLA compiles what tests run once: it need not be fast.
+QUICK := --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true
 SOURCES := adahop_jax triton_kernels pallas_kernels train benchmarks tests .ci
 
 .PHONY: demo test check format
@@ -19,7 +21,7 @@ demo: $(VENV)/demo-$(DEVICE)
 	$(RUN) -m train.lm --quant adahop
 
 test: $(VENV)/dev-$(DEVICE)
-	JAX_PLATFORMS=cpu $(RUN) -m pytest -n 2 $(ARGS)
+	JAX_PLATFORMS=cpu XLA_FLAGS="$(QUICK)" $(RUN) -m pytest -n 2 $(ARGS)
 
 check: $(VENV)/dev-$(DEVICE)
 	$(RUN) -m ruff format --check $(SOURCES)

@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from adahop_jax._formats import FormatName
 from adahop_jax._observe import PROBE, LayerStatistics, merge_layer, zero_probe
 from adahop_jax._patterns import CODES, matrix_statistics, pattern_code
 from adahop_jax._plan import Level, Pattern, Patterns, Plan, PlanError
-from adahop_jax._strategy import check_level, layer_plan
+from adahop_jax._strategy import check_format, check_level, layer_plan
 from adahop_jax.nn import Dense
 
 Statistics = dict[str, LayerStatistics]
@@ -146,7 +147,11 @@ def label(variables: Mapping[str, Any], statistics: Statistics) -> Labels:
 
 
 def plan_from_labels(
-    labels: Sequence[Labels], *, layers: Sequence[LayerInfo], level: Level = 2
+    labels: Sequence[Labels],
+    *,
+    layers: Sequence[LayerInfo],
+    level: Level = 1,
+    fwd: FormatName = "mxfp6",
 ) -> Plan:
     """The plan that the labels of all steps vote for.
 
@@ -154,16 +159,18 @@ def plan_from_labels(
       labels: one for each step, from `label`.
       layers: of the model, from `layers`.
       level: of the strategy table.
+      fwd: format of the quantized forward products; "mxfp4" is the authors'.
 
     Returns:
       A plan with an entry for every layer. Layers stacked by `nn.scan` vote together. A tied vote
       is NONE.
 
     Raises:
-      ValueError: no labels, or an unknown level.
+      ValueError: no labels, or an unknown level or format.
       PlanError: a layer has no label, or ran more than once in an evaluation.
     """
     check_level(level)
+    check_format(fwd)
     if not labels:
         raise ValueError("calibrate: no steps were observed; pass at least one batch")
     entries = []
@@ -193,7 +200,9 @@ def plan_from_labels(
             out_features=layer.out_features,
         )
         entries.append((layer.path, entry))
-    return Plan(layers=tuple(entries), level=level)
+    plan = Plan(layers=tuple(entries), level=level)
+    # MXFP4 is what the table says, but for level 3, which keeps its own cell.
+    return plan if fwd == "mxfp4" else plan.with_format(fwd, products=("fwd",))
 
 
 def calibrate(
@@ -202,7 +211,8 @@ def calibrate(
     batches: Iterable[Any],
     *,
     steps: int = 30,
-    level: Level = 2,
+    level: Level = 1,
+    fwd: FormatName = "mxfp6",
     accumulate: int = 1,
 ) -> Plan:
     """A plan for a model from a few batches, its variables staying as they are.
@@ -213,18 +223,21 @@ def calibrate(
       batches: at least steps * accumulate of them, all of one shape.
       steps: how many votes there are.
       level: how the column-column pair runs: 1 with outliers extracted, 2 in full, 3 in MXFP6.
+      fwd: format of the quantized forward products: "mxfp6", which trains closest to BF16, or
+        "mxfp4", the authors'.
       accumulate: micro-batches that make up a step; the plan is the same as from whole batches.
 
     Returns:
       A plan with an entry for every `adahop_jax.Dense` that loss_fn calls.
 
     Raises:
-      ValueError: too few batches, steps or accumulate below 1, an unknown level.
+      ValueError: too few batches, steps or accumulate below 1, an unknown level or format.
       PlanError: loss_fn calls no `adahop_jax.Dense`, or one more than once.
     """
     if steps < 1 or accumulate < 1:
         raise ValueError(f"calibrate: steps {steps}, accumulate {accumulate}; wanted at least 1")
     check_level(level, where="calibrate: ")
+    check_format(fwd, where="calibrate: ")
     statistics_of = jax.jit(lambda variables, batch: observe(loss_fn)(variables, batch)[2])
     merge = jax.jit(merge_statistics)
     label_of = jax.jit(label)
@@ -243,7 +256,7 @@ def calibrate(
         for batch in micro[1:]:
             seen = merge(seen, statistics_of(variables, batch))
         labels.append(jax.device_get(label_of(variables, seen)))
-    return plan_from_labels(labels, layers=found, level=level)
+    return plan_from_labels(labels, layers=found, level=level, fwd=fwd)
 
 
 def _label(kernel: jax.Array, seen: LayerStatistics) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import Literal, get_args
 
 ScaleRule = Literal["even", "floor", "ceil"]
 Rounding = Literal["nearest", "stochastic"]
+FormatName = Literal["mxfp4", "mxfp6"]
 
 SCALE_BIAS = 127
 SCALE_NAN = 255
@@ -30,7 +31,7 @@ class MXFormat:
       block_size: elements that share a scale.
     """
 
-    name: str
+    name: FormatName
     exponent_bits: int
     mantissa_bits: int
     exponent_bias: int
@@ -99,7 +100,7 @@ MXFP4 = MXFormat(name="mxfp4", exponent_bits=2, mantissa_bits=1, exponent_bias=1
 MXFP6 = MXFormat(name="mxfp6", exponent_bits=2, mantissa_bits=3, exponent_bias=1)
 """E2M3: the same range up to 7.5, with steps a quarter as wide."""
 
-FORMATS = {fmt.name: fmt for fmt in (MXFP4, MXFP6)}
+FORMATS: dict[FormatName, MXFormat] = {"mxfp4": MXFP4, "mxfp6": MXFP6}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,7 @@ class OperandSpec:
       ValueError: a value outside these, or a combination that cannot be.
     """
 
-    format: str = "mxfp4"
+    format: FormatName = "mxfp4"
     scale_rule: ScaleRule = "even"
     rounding: Rounding = "nearest"
     pre_scale: float = 1.0

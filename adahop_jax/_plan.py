@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, Self, get_args
 
-from adahop_jax._formats import OperandSpec, is_integer
+from adahop_jax._formats import FormatName, OperandSpec, is_integer
 
 Product = Literal["fwd", "dgrad", "wgrad"]
 Level = Literal[1, 2, 3]
@@ -341,7 +341,7 @@ class Plan:
 
         return self.map_products(change)
 
-    def with_format(self, format: str, *, products: tuple[Product, ...] = ("fwd",)) -> Self:
+    def with_format(self, format: FormatName, *, products: tuple[Product, ...] = ("fwd",)) -> Self:
         """This plan with both operands of its quantized products in another format.
 
         Args:

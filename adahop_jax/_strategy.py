@@ -8,7 +8,7 @@ table of strategies, and the configuration that its authors published.
 
 from typing import Literal
 
-from adahop_jax._formats import OperandSpec
+from adahop_jax._formats import FORMATS, FormatName, OperandSpec
 from adahop_jax._plan import (
     PRODUCTS,
     LayerPlan,
@@ -58,6 +58,12 @@ def check_level(level: Level, *, where: str = "") -> None:
     """Raises ValueError, its message after `where`, if there is no such level."""
     if level not in LEVELS:
         raise ValueError(f"{where}level {level!r} is unknown; choose 1, 2 or 3")
+
+
+def check_format(name: FormatName, *, where: str = "") -> None:
+    """Raises ValueError, its message after `where`, if there is no such format."""
+    if name not in FORMATS:
+        raise ValueError(f"{where}fwd {name!r} is unknown; choose {' or '.join(FORMATS)}")
 
 
 def key(product: Product, patterns: Patterns) -> tuple[Pattern, Pattern]:

@@ -85,7 +85,7 @@ def block_patterns(block: int) -> dict[str, ah.Patterns]:
     loss, labels = jax.device_get(observe(variables, batch))
     check_perplexity(float(np.exp(loss)))
     layers = ah.layers(loss_fn, variables, batch)
-    plan = ah.plan_from_labels([labels], layers=layers, level=LEVEL)
+    plan = ah.plan_from_labels([labels], layers=layers, level=LEVEL, fwd="mxfp4")
     found = {
         path.rpartition("/")[2]: layer.patterns
         for path, layer in plan

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import adahop_jax as ah
 from adahop_jax._calibrate import plan_from_labels
 from adahop_jax._patterns import CODES
+from adahop_jax._plan import PRODUCTS
 from tests.dense import assert_near
 
 NONE, ROW, COLUMN = CODES
@@ -149,9 +150,23 @@ def test_majority_wins_and_a_tie_is_none(votes, winner):
 
 
 def test_all_none_is_uniform_iht():
-    plan = plan_from_labels([{"a": np.zeros(3, np.int32)}], layers=[LAYER], level=2)
-    iht = ah.Plan.uniform("iht")["a"]
-    assert [plan["a"][p] for p in ("fwd", "dgrad", "wgrad")] == [iht.fwd, iht.dgrad, iht.wgrad]
+    labels = [{"a": np.zeros(3, np.int32)}]
+    iht = ah.ProductPlan.iht()
+    plan = plan_from_labels(labels, layers=[LAYER], fwd="mxfp4")
+    assert [plan["a"][p] for p in PRODUCTS] == [iht] * 3
+    ours = plan_from_labels(labels, layers=[LAYER])
+    assert ours == plan.with_format("mxfp6") and ours.level == 1
+    assert [ours["a"][p] == iht for p in PRODUCTS] == [False, True, True]
+
+
+@pytest.mark.parametrize("fwd", ["mxfp4", "mxfp6"])
+def test_format_of_the_forward_leaves_cells_that_have_their_own(fwd):
+    """Column-column at level 2 and 3, which is in full and in MXFP6 whatever the rest is in."""
+    labels = [{"a": np.array([2, 1, 0], np.int32)}]  # W is stored as (in, out)
+    full = plan_from_labels(labels, layers=[LAYER], level=2, fwd=fwd)["a"].fwd
+    six = plan_from_labels(labels, layers=[LAYER], level=3, fwd=fwd)["a"].fwd
+    assert full == ah.ProductPlan.full()
+    assert six == ah.Plan.uniform("iht").with_format("mxfp6")["a"].fwd
 
 
 def test_layer_without_statistics_is_named():

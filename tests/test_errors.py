@@ -353,6 +353,12 @@ CASES = {
     # calibrate
     "calibrate-steps": (lambda: _calibrate(steps=0), ValueError, "steps 0", "wanted at least 1"),
     "calibrate-level": (lambda: _calibrate(level=4), ValueError, "level 4 is unknown", "1, 2 or 3"),
+    "calibrate-format": (
+        lambda: _calibrate(fwd="mxfp8"),
+        ValueError,
+        "fwd 'mxfp8' is unknown",
+        "mxfp4 or mxfp6",
+    ),
     "calibrate-batches": (
         lambda: _calibrate(steps=2),
         ValueError,

@@ -82,7 +82,8 @@ def load_plan(
 
 def decide(votes: Sequence[Labels], layers: Sequence[ah.LayerInfo], config: RunConfig) -> ah.Plan:
     """Returns the recipe's plan from the majority of the calibrating steps' labels."""
-    return of_calibrated(ah.plan_from_labels(votes, layers=layers, level=config.level), config)
+    plan = ah.plan_from_labels(votes, layers=layers, level=config.level, fwd="mxfp4")
+    return of_calibrated(plan, config)
 
 
 def of_calibrated(plan: ah.Plan, config: RunConfig) -> ah.Plan:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import adahop_jax as ah
+from adahop_jax._formats import FormatName
 from train.product_error import Measurement, Tensors, errors, true_products
 
 Product = Literal["fwd", "wgrad"]
@@ -59,8 +60,8 @@ class Trial(Measurement):
 
 
 def _plan(
-    lhs: str = "mxfp4",
-    rhs: str | None = None,
+    lhs: FormatName = "mxfp4",
+    rhs: FormatName | None = None,
     *,
     hadamard: int = 32,
     oe: Literal["x", "w"] | None = None,

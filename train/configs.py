@@ -10,7 +10,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from adahop_jax._formats import Rounding
+from adahop_jax._formats import FormatName, Rounding
 from adahop_jax._plan import Level
 from train.recipes import RECIPES
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 else:
     Quant = Literal[tuple(RECIPES)]
 Preset = Literal["nano", "60m", "125m", "350m", "1b"]
-Format = Literal["mxfp4", "mxfp6"]
 ComputeDtype = Literal["bfloat16", "float16", "float32"]
 Attention = Literal["xla", "cudnn"]
 
@@ -113,8 +112,8 @@ class RunConfig:
     model: ModelConfig
     optim: OptimConfig
     quant: Quant = "adahop"
-    level: Level = 2
-    fwd: Format = "mxfp4"
+    level: Level = 1
+    fwd: FormatName = "mxfp4"
     dy_rounding: Rounding = "nearest"
     calibration_steps: int = 30
     plan: str | None = None

@@ -9,13 +9,12 @@ from typing import Annotated, Any, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from adahop_jax._formats import Rounding
+from adahop_jax._formats import FormatName, Rounding
 from adahop_jax._plan import Level
 from train.configs import (
     PRESETS,
     Attention,
     ComputeDtype,
-    Format,
     Preset,
     Quant,
     RunConfig,
@@ -65,9 +64,9 @@ class Options:
     quant: Annotated[Quant | None, _UNSAID, _one_of(Quant)] = None
     """recipe, see train/recipes: how the blocks' matrix products run (adahop's calibrated plan)"""
     level: Annotated[Level | None, _UNSAID, _one_of(Level)] = None
-    """adahop: column-column products extract outliers (1), are in BF16 (2, default) or MXFP6 (3)"""
-    fwd: Annotated[Format | None, _UNSAID, _one_of(Format)] = None
-    """format of the operands of quantised forward products (mxfp4)"""
+    """adahop: column-column products extract outliers (1, default), are in BF16 (2) or MXFP6 (3)"""
+    fwd: Annotated[FormatName | None, _UNSAID, _one_of(FormatName)] = None
+    """format of quantised forward products (mxfp6 where calibration makes the plan, else mxfp4)"""
     preset: Annotated[Preset | None, _UNSAID, _one_of(Preset)] = None
     """sizes and schedule; nano, the default, suits two CPU cores"""
     data: Str = None
@@ -174,6 +173,8 @@ def resolve(options: Options, *, platform: str) -> RunConfig:
     if platform == "cpu":
         given.setdefault("dtype", "float32")
     config = replace(PRESETS[given.pop("preset", "nano")], given)
+    if options.fwd is None and options.plan is None and RECIPES[config.quant].is_calibrated:
+        config = dataclasses.replace(config, fwd="mxfp6")
     if platform == "cpu" and config.model.dtype == "float16":
         raise UserError(
             "run: --dtype float16 is not to be had on a CPU, where XLA lacks its products; "

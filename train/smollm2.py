@@ -62,7 +62,10 @@ def main(out: Path = Path("docs/real_tensors.md"), blocks: int | None = None) ->
     print(f"perplexity {perplexity:.2f}, wanted {PERPLEXITY} within {TOLERANCE:.0%}", flush=True)
 
     layers = ah.layers(loss_fn, variables, batch)
-    plans = {level: ah.plan_from_labels([labels], layers=layers, level=level) for level in LEVELS}
+    plans = {
+        level: ah.plan_from_labels([labels], layers=layers, level=level, fwd="mxfp4")
+        for level in LEVELS
+    }
     found = capture(loss_fn, variables, batch)
     measured: list[Measurement] = []
     chosen = layers if blocks is None else layers[: blocks * len(layers) // model.config.layers]

@@ -43,6 +43,7 @@ from adahop_jax._plan import PRODUCTS
 from train.compare import differences
 from train.configs import RunConfig, UserError
 from train.options import Options, resolve
+from train.recipes import RECIPES
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,13 +198,14 @@ def config_of(run: Run, *, platform: str) -> RunConfig:
 def same_run(found: RunConfig, wanted: RunConfig) -> list[str]:
     """Lists in what a run that is there differs from what the study asks for.
 
-    Where the text lies and what a plan file brings along is left out; the text itself is checked by
-    its fingerprint.
+    Where the text lies, what a plan file brings along and the level of a recipe that has none are
+    left out; the text itself is checked by its fingerprint.
     """
     one, other = (
-        dataclasses.replace(config, data=None, plan=None, level=2) for config in (found, wanted)
+        dataclasses.replace(config, data=None, plan=None, level=1) for config in (found, wanted)
     )
-    levels = [found.level, wanted.level] if found.plan is None else []
+    calibrates = found.plan is None and RECIPES[found.quant].is_calibrated
+    levels = [found.level, wanted.level] if calibrates else []
     return [
         f"{field.name} is {getattr(one, field.name)} and should be {getattr(other, field.name)}"
         for field in dataclasses.fields(RunConfig)

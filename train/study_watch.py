@@ -76,7 +76,7 @@ def _write_errors(job: lm.Job, params: PyTree, votes: list[Any], tokens: int) ->
     batch = jnp.asarray(job.batches[0][:sequences]), jax.random.key(0)
     variables, loss_fn = {"params": params}, next_token_loss(job.model)
     layers = ah.layers(loss_fn, variables, batch)
-    plan = ah.plan_from_labels(votes, layers=layers, level=1)
+    plan = ah.plan_from_labels(votes, layers=layers, level=1, fwd="mxfp4")
     pairs = {(row.path, str(row.product)): row.why for row in ah.explain(plan, layers).rows}
     found = capture(loss_fn, variables, batch)
     measured = [
@@ -101,7 +101,9 @@ def seen_along(lines: list[dict[str, Any]], layers: Mapping[str, Any]) -> dict[i
         for path, plan in layers.items()
     ]
     return {
-        line["step"]: ah.plan_from_labels(votes_from_json(line[PATTERNS]), layers=infos, level=1)
+        line["step"]: ah.plan_from_labels(
+            votes_from_json(line[PATTERNS]), layers=infos, level=1, fwd="mxfp4"
+        )
         for line in lines
         if PATTERNS in line
     }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import adahop_jax as ah
+from adahop_jax._plan import PRODUCTS
 from adahop_jax._strategy import layer_plan
 from tests.dense import assert_same, backend, normal, run
 from tests.train.tiny import tiny_options
@@ -66,8 +67,11 @@ def test_every_recipe_is_one_kind_of_thing():
 
 
 @pytest.mark.parametrize("quant", RECIPES)
-def test_recipe_trains_from_the_same_start(quant, finished):
-    """The first loss is BF16's own where the first forward pass is; else as near as MXFP4 is."""
+def test_recipe_trains_from_the_same_start_and_says_what_runs(quant, finished):
+    """The first loss is BF16's own where the first forward pass is; else as near as MXFP4 is.
+
+    One test, so that no recipe is trained on two of the workers that share the tests.
+    """
     mine, base = losses(finished(quant)), losses(finished("bf16"))
     assert len(mine) == STEPS and np.isfinite(mine).all()
     if quant in ("bf16", "tseng", "adahop", "control"):
@@ -80,6 +84,42 @@ def test_recipe_trains_from_the_same_start(quant, finished):
     heldout = finished(quant).heldout
     assert (heldout.recipe == heldout.full) == (quant in ("bf16", "tseng"))
 
+    line = said(finished(quant))
+    runs_on = {"bf16": "dtype"} | dict.fromkeys(EMULATED, "emulated")
+    assert line["runs_on"] == runs_on.get(quant, backend())
+    assert line["recipe"].startswith(quant)
+    share = line["share_in_dtype"]
+    fixed = {"bf16": 1, "tseng": 1 / 3} | dict.fromkeys(("mxfp4", "iht", *EMULATED), 0)
+    if quant in fixed:
+        assert share == pytest.approx(fixed[quant])
+    assert line["step"] == (CALIBRATION if RECIPES[quant].is_calibrated else 0)
+    if quant == "halo":
+        check_no_plan_and_resumed_to_its_end(finished(quant))
+    if quant == "adahop":
+        check_plan_is_level_1_with_its_forward_in_mxfp6(finished(quant))
+
+
+def check_no_plan_and_resumed_to_its_end(result):
+    assert result.plan is None and not (result.run_dir / "plan.json").exists()
+    before = (result.run_dir / "metrics.jsonl").read_text()
+    again = lm.train(Options(resume=True, run_dir=str(result.run_dir)))
+    assert again.heldout == result.heldout
+    assert (result.run_dir / "metrics.jsonl").read_text() == before
+
+
+def check_plan_is_level_1_with_its_forward_in_mxfp6(result):
+    for _, layer in result.plan:
+        assert formats(layer, "fwd") == {"mxfp6"}
+        assert formats(layer, "dgrad") == formats(layer, "wgrad") == {"mxfp4"}
+    assert ah.Plan.load(result.run_dir / "plan.json") == result.plan
+    config = RunConfig.from_json((result.run_dir / "config.json").read_text(), where="here")
+    assert said(result)["recipe"] == recipe_name(config) == "adahop level 1, fwd mxfp6"
+
+
+def formats(layer, product):
+    plan = layer[product]
+    return set() if plan.is_full else {spec.format for spec in plan.specs}
+
 
 @pytest.mark.parametrize("quant", RECIPES)
 def test_parameters_are_the_same_tree_with_the_same_values(quant):
@@ -91,69 +131,48 @@ def test_parameters_are_the_same_tree_with_the_same_values(quant):
     chex.assert_trees_all_equal(params, lm.init_state(model, config).params)
 
 
-@pytest.mark.parametrize("quant", RECIPES)
-def test_metrics_say_where_it_runs_and_what_share_stays_in_dtype(quant, finished):
-    line = said(finished(quant))
-    runs_on = {"bf16": "dtype"} | dict.fromkeys(EMULATED, "emulated")
-    assert line["runs_on"] == runs_on.get(quant, backend())
-    assert line["recipe"].startswith(quant)
-    share = line["share_in_dtype"]
-    fixed = {"bf16": 1, "tseng": 1 / 3} | dict.fromkeys(("mxfp4", "iht", *EMULATED), 0)
-    if quant in fixed:
-        assert share == pytest.approx(fixed[quant])
-    assert line["step"] == (CALIBRATION if RECIPES[quant].is_calibrated else 0)
+def decided(folder, quant, fwd):
+    """The run that would be, and the plan that labels of every kind give it."""
+    job = lm.prepare(tiny_options(folder, run_dir=str(folder / quant), quant=quant, fwd=fwd))
+    codes = np.array([[2, 1, 2], [2, 0, 1], [1, 0, 2], [0, 2, 0]], np.int32)  # X, W, dY
+    votes = [{layer.path: codes[i % 4] for i, layer in enumerate(job.layers)}]
+    return job, votes, calibrate.decide(votes, job.layers, job.config)
 
 
-def test_control_mirrors_the_plan_and_the_share_of_adahop(finished):
-    adahop, control = finished("adahop"), finished("control")
-    assert said(control)["share_in_dtype"] == pytest.approx(said(adahop)["share_in_dtype"])
-    for (path, mine), (other, theirs) in zip(control.plan, adahop.plan, strict=True):
+@pytest.mark.parametrize("fwd", ["mxfp4", "mxfp6"])
+def test_control_mirrors_the_plan_and_the_share_of_adahop(fwd, tmp_path):
+    job, votes, plan = decided(tmp_path, "adahop", fwd)
+    _, _, control = decided(tmp_path, "control", fwd)
+    assert plan == ah.plan_from_labels(votes, layers=job.layers, level=1, fwd=fwd)
+    shares = [execution(p, job.layers).share_in_dtype for p in (plan, control)]
+    assert shares[0] > 0.02 and shares[1] == pytest.approx(shares[0])
+    for (path, mine), (other, theirs) in zip(control, plan, strict=True):
         assert path == other and mine.patterns == theirs.patterns
-        for product in ("fwd", "dgrad", "wgrad"):
+        for product in PRODUCTS:
             outliers = mine[product].outliers
             assert outliers is None or outliers.norm == "random"
+            wanted = fwd if product == "fwd" else "mxfp4"
+            assert formats(mine, product) == formats(theirs, product) == {wanted}
 
 
-def test_control_of_a_plan_that_is_given(finished, tmp_path):
+def test_control_of_a_plan_that_is_given(tmp_path):
     iht = ah.ProductPlan.iht
     layer = ah.LayerPlan(fwd=iht(outliers="w", k=3), dgrad=iht(), wgrad=iht(outliers="x"))
-    paths = finished("adahop").plan.paths
-    plan = ah.Plan(layers=tuple((path, layer) for path in paths), level=1)
+    layers = lm.prepare(tiny_options(tmp_path)).layers
+    plan = ah.Plan(layers=tuple((info.path, layer) for info in layers), level=1)
     plan.save(tmp_path / "given.json")
     given = str(tmp_path / "given.json")
     result = lm.train(tiny_options(tmp_path, quant="control", plan=given, steps=2))
     assert {layer.fwd.strategy for _, layer in result.plan} == {"iht+random(w)"}
-    job = lm.prepare(Options(resume=True, run_dir=str(result.run_dir)))
-    want = execution(plan, job.layers)
+    want = execution(plan, layers)
     assert want.share_in_dtype > 0.02
     assert said(result)["share_in_dtype"] == pytest.approx(want.share_in_dtype)
     assert ah.Plan.load(result.run_dir / "plan.json") == result.plan
 
 
-def test_emulated_run_has_no_plan_and_resumes_to_its_end(finished):
-    result = finished("quartet")
-    assert result.plan is None and not (result.run_dir / "plan.json").exists()
-    before = (result.run_dir / "metrics.jsonl").read_text()
-    again = lm.train(Options(resume=True, run_dir=str(result.run_dir)))
-    assert again.heldout == result.heldout
-    assert (result.run_dir / "metrics.jsonl").read_text() == before
-
-
-def formats(layer, product):
-    plan = layer[product]
-    return set() if plan.is_full else {spec.format for spec in plan.specs}
-
-
-def test_forward_products_in_mxfp6(finished):
-    result = finished("adahop", fwd="mxfp6")
-    for _, layer in result.plan:
-        assert formats(layer, "fwd") <= {"mxfp6"}
-        assert formats(layer, "dgrad") | formats(layer, "wgrad") <= {"mxfp4"}
-    assert any(formats(layer, "fwd") for _, layer in result.plan)
-    assert ah.Plan.load(result.run_dir / "plan.json") == result.plan
-    config = RunConfig.from_json((result.run_dir / "config.json").read_text(), where="here")
-    assert said(result)["recipe"] == recipe_name(config) == "adahop level 2, fwd mxfp6"
-    assert result.heldout != finished("adahop").heldout
+def test_a_plan_that_is_given_keeps_its_formats():
+    for given, wanted in (({}, "mxfp6"), ({"plan": "p"}, "mxfp4"), ({"quant": "iht"}, "mxfp4")):
+        assert resolve(Options(**given), platform="cpu").fwd == wanted
 
 
 def test_level_3_runs_the_column_column_pair_in_mxfp6(tmp_path):
