@@ -145,7 +145,7 @@ def test_control_mirrors_the_plan_and_the_share_of_adahop(fwd, tmp_path):
     _, _, control = decided(tmp_path, "control", fwd)
     assert plan == ah.plan_from_labels(votes, layers=job.layers, level=1, fwd=fwd)
     shares = [execution(p, job.layers).share_in_dtype for p in (plan, control)]
-    assert shares[0] > 0.02 and shares[1] == pytest.approx(shares[0])
+    assert shares[0] > 0.01 and shares[1] == pytest.approx(shares[0])
     for (path, mine), (other, theirs) in zip(control, plan, strict=True):
         assert path == other and mine.patterns == theirs.patterns
         for product in PRODUCTS:
