@@ -4,12 +4,13 @@ Needs TRITON_INTERPRET=1 before Triton is imported.
 """
 
 import dataclasses
+import functools
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, TensorHandle
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from triton_kernels import _launch
@@ -29,6 +30,7 @@ def install(monkeypatch):
     """Puts the interpreter in place of jax-triton."""
     monkeypatch.setattr(_launch, "launch", launch)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(ReduceOps, "generic_reduce", reduce)
 
 
 class _Storage:
@@ -127,3 +129,13 @@ def dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     left, right = (x.data.view(TYPES[x.dtype.name]).astype(np.float32) for x in (a, b))
     with np.errstate(invalid="ignore"):
         return TensorHandle(left @ right + d.data, d.dtype.scalar)
+
+
+def reduce(self, input):
+    """`ReduceOps.generic_reduce` of one tensor, whose own combines an element at a time."""
+    (x,) = input
+    parts = (self.to_tensor(part, x.dtype) for part in np.moveaxis(x.handle.data, self.axis, 0))
+    result = functools.reduce(self.combine_fn.fn, parts)
+    if self.keep_dims:
+        result = self.to_tensor(np.expand_dims(result.handle.data, self.axis), x.dtype)
+    return [result]
