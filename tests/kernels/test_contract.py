@@ -41,6 +41,8 @@ BINADES = {"mxfp4": 29, "mxfp6": 12}  # of block scale that fold exactly
 # FP8's least step, over a row's largest scale. Triton's interpreter cuts off where a GPU rounds.
 LEAST_STEP = {"mxfp4": 2.0**-29, "mxfp6": 2.0**-14}
 POISON = 0xA5
+# Fusing what is computed once takes longer than computing it.
+OPTIONS = COMPILER_OPTIONS["cpu"] | {"xla_disable_hlo_passes": "fusion"}
 
 by_axis = pytest.mark.parametrize("axis", [0, 1])
 # Of numbers out of range, which the kernels look for afterwards.
@@ -78,9 +80,7 @@ class Subject:
             if self.name == "pallas":
                 races = plgpu.InterpretGPUParams(detect_races=True)
                 stack.enter_context(plgpu.force_gpu_interpret_mode(races))
-            return jax.block_until_ready(
-                jax.jit(call, compiler_options=COMPILER_OPTIONS["cpu"])(*arrays)
-            )
+            return jax.block_until_ready(jax.jit(call, compiler_options=OPTIONS)(*arrays))
 
     def values(self, operand):
         """An operand's values, float64."""
