@@ -124,7 +124,7 @@ def test_plan_without_patterns_is_uniform_iht(level):
     x, dy = normal(0, 40, 72), normal(1, 40, 48)
     found = ah.layers(ah.Dense(48).apply, _variables(ah.Dense(48), x), x)
     labels = [{layer.path: np.zeros(3, np.int32) for layer in found}]
-    plan = ah.plan_from_labels(labels, layers=found, level=level)
+    plan = ah.plan_from_labels(labels, layers=found, level=level, fwd="mxfp4")
     results = []
     for p in (plan, ah.Plan.uniform("iht")):
         layer = ah.Dense(48, plan=p)
